@@ -142,7 +142,6 @@ class DecoderLayer(nn.Module):
         self.config = config
         C, D = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * D, config.num_kv_heads * D
-        self.split = [q_size, kv_size, kv_size]
         self.input_norm = RMSNorm(C, config.rms_norm_eps)
         self.qkv = nn.Linear(C, q_size + 2 * kv_size, bias=config.qkv_bias)
         self.q_norm = RMSNorm(D, config.rms_norm_eps) if config.qk_norm else None
@@ -159,12 +158,13 @@ class DecoderLayer(nn.Module):
         return x + ops.linear(F.silu(gate) * up, self.down.weight, self.down.bias)
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, ops: Ops) -> Tensor:
-        D = self.config.head_dim
-        q, k, v = ops.linear(x, self.qkv.weight, self.qkv.bias).split(self.split, -1)
-        q, k, v = q.unflatten(-1, (-1, D)), k.unflatten(-1, (-1, D)), v.unflatten(-1, (-1, D))
+        heads, kv_heads, D = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        qk, v = ops.linear(x, self.qkv.weight, self.qkv.bias).split([(heads + kv_heads) * D, kv_heads * D], -1)
+        qk, v = qk.unflatten(-1, (-1, D)), v.unflatten(-1, (-1, D))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out = ops.attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
+            qk = torch.cat([self.q_norm(qk[..., :heads, :]), self.k_norm(qk[..., heads:, :])], -2)
+        q, k = rotate(qk, cos, sin).split([heads, kv_heads], -2)
+        out = ops.attend(layer, q, k, v)
         return ops.linear(out.flatten(-2), self.o.weight, self.o.bias)
 
 
