@@ -1,0 +1,69 @@
+"""What went wrong, in one line with the remedy, and the exit code that says whose it is.
+
+2: what the user gave. 1: what went wrong. 3 (between a service and its supervisor only): the run can't go on, and
+starting the process again would not help. 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+
+EXIT_FAILED = 1
+EXIT_USER = 2
+EXIT_FATAL = 3
+EXIT_INTERRUPTED = 130
+_OURS = ("tlt_pipeline.", "tlt_services.", "tlt_kernels.")
+_REDIS_DOWN = ("ConnectionError", "TimeoutError", "BusyLoadingError")
+
+
+class RunFatal(Exception):
+    """The run can't go on: NaN in the loss, a policy that can't be loaded. The text is one line with the remedy."""
+
+
+class Stopped(Exception):
+    """The process was asked to stop while it waited; a clean end."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """`expected`: the line says it all; otherwise a traceback is worth keeping."""
+
+    code: int
+    line: str
+    expected: bool
+
+
+def explain(error: BaseException) -> Failure:
+    """Any exception as one line and an exit code."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    line = " ".join(str(error).split())
+    if isinstance(error, KeyboardInterrupt):
+        return Failure(EXIT_INTERRUPTED, "interrupted", True)
+    if isinstance(error, RunFatal):
+        return Failure(EXIT_FATAL, line, True)
+    if type(error).__module__.startswith(_OURS) and line:
+        code = int(getattr(error, "exit_code", EXIT_USER if isinstance(error, ValueError) else EXIT_FAILED))
+        return Failure(code, line, True)
+    if isinstance(error, OSError):
+        known = _explain_os(error)
+        if known:
+            return Failure(EXIT_FAILED, known, True)
+    if type(error).__module__.startswith("redis.") and type(error).__name__ in _REDIS_DOWN:
+        return Failure(
+            EXIT_FAILED, f"lost Redis ({line}): see that the server runs, then go on with --resume", True
+        )
+    name = type(error).__name__
+    return Failure(EXIT_FAILED, f"unexpected {name}: {line}" if line else f"unexpected {name}", False)
+
+
+def _explain_os(error: OSError) -> str | None:
+    where = f" ({error.filename})" if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left on the disk{where}: free some, or choose another place with --run-dir"
+    if error.errno == errno.EADDRINUSE:
+        return f"a port is taken ({error.strerror or error}): stop what uses it or set telemetry.metrics_port"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"not allowed to write or read{where}: choose another place with --run-dir"
+    return None

@@ -1,0 +1,1 @@
+"""Logging, metrics and the summary of a run; no torch."""
