@@ -1,12 +1,14 @@
-"""What every process of a run has: logging, signals, bus connection, heartbeat, metrics endpoint, a clean end.
+"""What every process of a run has: logging, signals, bus connection, heartbeat, metrics endpoint, a clean
+end.
 
     def main(run_dir: Path, slot: int | None) -> int:
         return run_service("rollout", slot, run_dir, rollout)
 
     async def rollout(actor: Actor) -> None: ...
 
-`rollout` returns when it got Shutdown or when `actor.stopping` is set; it has `limits.drain_s` from then on. Work
-that blocks for more than a few hundred ms belongs in a thread (`asyncio.to_thread`), so that heartbeats go on.
+`rollout` returns when it got Shutdown or when `actor.stopping` is set; it has `limits.drain_s` from then on.
+Work that blocks for more than a few hundred ms belongs in a thread (`asyncio.to_thread`), so that heartbeats
+go on.
 """
 
 from __future__ import annotations
@@ -100,8 +102,8 @@ class Actor:
             await self.wait_for("room in worker.events (is the scheduler running?)", append)
 
     async def wait_for(self, what: str, probe: Callable[[], Awaitable[Found | None] | Found | None]) -> Found:
-        """Calls `probe` until it gives something true, and returns that. Says for what it waits, at once and every
-        15 s. Raises Stopped when the process is asked to stop."""
+        """Calls `probe` until it gives something true, and returns that. Says for what it waits, at once and
+        every 15 s. Raises Stopped when the process is asked to stop."""
         delay, say_at, began = _PROBE_FIRST_S, 0.0, time.monotonic()
         while True:
             found = probe()
@@ -131,8 +133,9 @@ def run_service(role: Role, slot: int | None, run_dir: Path, main: Callable[[Act
 async def run_actor(
     role: Role, slot: int | None, run_dir: Path, main: Callable[[Actor], Awaitable[None]]
 ) -> int:
-    """Runs `main` with everything around it; the process's exit code: 0 done or drained, 2 the user's fault, 3 the
-    run can't go on (RunFailed was sent in both cases), 1 anything else (a supervisor may start it again)."""
+    """Runs `main` with everything around it; the process's exit code: 0 done or drained, 2 the user's fault,
+    3 the run can't go on (RunFailed was sent in both cases), 1 anything else (a supervisor may start it
+    again)."""
     configure_logging(os.environ.get("TLT_LOG_LEVEL", "info"))
     structlog.contextvars.bind_contextvars(**_context(role, slot))
     bind_to_launcher()
@@ -181,8 +184,8 @@ async def _enter(actor: Actor, stack: contextlib.AsyncExitStack) -> None:
 
 
 async def _find_redis(actor: Actor) -> str:
-    """The URL of this run's Redis, once it answers. A launcher or an operator says it in $REDIS_URL; `tlt run` also
-    leaves it in the run directory."""
+    """The URL of this run's Redis, once it answers. A launcher or an operator says it in $REDIS_URL; `tlt
+    run` also leaves it in the run directory."""
     note = actor.run_dir / "redis_url"
 
     def known() -> str | None:
@@ -226,19 +229,13 @@ async def _run_until_drained(actor: Actor, main: Callable[[Actor], Awaitable[Non
 
 
 async def _beat(actor: Actor) -> None:
-    """Heartbeats, at once when the lease changes. A full stream or a Redis that is away costs heartbeats, not the
-    work: both are counted."""
-    fields = set(WorkerHeartbeat.model_fields)
+    """Heartbeats, at once when the lease changes. A full stream or a Redis that is away costs heartbeats, not
+    the work: both are counted."""
     while True:
         for name, value in actor.gauges.items():
             actor.metrics.set(name, value)
-        known = {
-            name: value if name in ("tokens_per_s", "acceptance_length") else int(value)
-            for name, value in actor.gauges.items()
-            if name in fields
-        }
         try:
-            await actor.bus.append(EVENTS, WorkerHeartbeat(role=actor.role, **actor.stamp(), **known))  # type: ignore[arg-type]
+            await actor.bus.append(EVENTS, _heartbeat(actor))
         except BusFull:
             actor.metrics.count_skipped("heartbeat_stream_full")
         except redis.exceptions.RedisError as error:
@@ -247,6 +244,15 @@ async def _beat(actor: Actor) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(actor.gauges.lease_changed.wait(), actor.config.limits.heartbeat_s)
         actor.gauges.lease_changed.clear()
+
+
+def _heartbeat(actor: Actor) -> WorkerHeartbeat:
+    known = {
+        name: float(value) if name in ("tokens_per_s", "acceptance_length") else int(value)
+        for name, value in actor.gauges.items()
+        if name in WorkerHeartbeat.model_fields
+    }
+    return WorkerHeartbeat.model_validate({"role": actor.role, **actor.stamp(), **known})
 
 
 async def _announce_failure(actor: Actor, failure: Failure) -> None:
@@ -266,8 +272,8 @@ def _report(actor: Actor, failure: Failure) -> int:
 
 
 def _stop_on_signals(stopping: asyncio.Event) -> None:
-    """SIGTERM and SIGINT: drain; a second one: end now. Plain handlers, not the loop's: they must work while the
-    loop is inside a long tensor operation."""
+    """SIGTERM and SIGINT: drain; a second one: end now. Plain handlers, not the loop's: they must work while
+    the loop is inside a long tensor operation."""
     loop = asyncio.get_running_loop()
     seen: list[int] = []
 

@@ -1,7 +1,7 @@
 """What went wrong, in one line with the remedy, and the exit code that says whose it is.
 
-2: what the user gave. 1: what went wrong. 3 (between a service and its supervisor only): the run can't go on, and
-starting the process again would not help. 130: interrupted.
+2: what the user gave. 1: what went wrong. 3 (between a service and its supervisor only): the run can't go on,
+and starting the process again would not help. 130: interrupted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _REDIS_DOWN = ("ConnectionError", "TimeoutError", "BusyLoadingError")
 
 
 class RunFatal(Exception):
-    """The run can't go on: NaN in the loss, a policy that can't be loaded. The text is one line with the remedy."""
+    """The run can't go on: NaN in the loss, a policy that can't be loaded. The text is one line with the
+    remedy."""
 
 
 class Stopped(Exception):

@@ -1,5 +1,5 @@
-"""Processes that must not outlive the one that started them (Linux: PR_SET_PDEATHSIG; elsewhere the supervisor's
-own clean-up is all there is)."""
+"""Processes that must not outlive the one that started them (Linux: PR_SET_PDEATHSIG; elsewhere the
+supervisor's own clean-up is all there is)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ PARENT_VARIABLE = "TLT_PARENT_PID"
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """This process gets SIGKILL when the thread that started it ends. `parent`: its pid as the parent wrote it
-    down, to notice a parent that was gone before this call. Fit for a process pool's initializer."""
+    """This process gets SIGKILL when the thread that started it ends. `parent`: its pid as the parent wrote
+    it down, to notice a parent that was gone before this call. Fit for a process pool's initializer."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 
 
 def bind_to_launcher() -> None:
-    """In a service: die with the launcher that is named in the environment, and take forked children along."""
+    """In a service: die with the launcher that is named in the environment, and take forked children
+    along."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:
         die_with_parent(int(parent))

@@ -1,7 +1,7 @@
 """structlog to stderr: JSON lines, unless stderr is a terminal. Standard-library loggers take the same way.
 
-Bind what a line is about with `structlog.contextvars.bound_contextvars(stream=…, msg_id=…, attempt=…)`. Payloads are
-never logged, and passwords in URLs are cut out.
+Bind what a line is about with `structlog.contextvars.bound_contextvars(stream=…, msg_id=…, attempt=…)`.
+Payloads are never logged, and passwords in URLs are cut out.
 """
 
 from __future__ import annotations

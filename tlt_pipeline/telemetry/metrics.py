@@ -33,8 +33,8 @@ _COUNTERS = {
 
 
 class Metrics:
-    """One registry a process. Counters are attributes (`metrics.drafts.inc(3)`); `set(name, value)` a gauge of
-    `GAUGES`; `count_skipped(reason)` whatever was left undone, so that nothing is skipped silently."""
+    """One registry a process. Counters are attributes (`metrics.drafts.inc(3)`); `set(name, value)` a gauge
+    of `GAUGES`; `count_skipped(reason)` whatever was left undone, so that nothing is skipped silently."""
 
     prompt_tokens: Counter
     generation_tokens: Counter
@@ -71,7 +71,8 @@ class Metrics:
         self._skipped.labels(**self._labels, reason=reason).inc(amount)
 
     def serve(self, config: TelemetryConfig, role: str, slot: int | None) -> str | None:
-        """Starts the endpoint; its address, or None where it is off. Raises ConfigError if the port is taken."""
+        """Starts the endpoint; its address, or None where it is off. Raises ConfigError if the port is
+        taken."""
         if config.metrics_port == 0:
             return None
         port = metrics_port(config, role, slot)
@@ -79,8 +80,8 @@ class Metrics:
             self._server = start_http_server(port, addr=config.metrics_host, registry=self.registry)
         except OSError as error:
             raise ConfigError(
-                f"metrics port {config.metrics_host}:{port} of {role} can't be opened ({error.strerror or error}): "
-                f"set telemetry.metrics_port to a free range, or to 0 to do without"
+                f"metrics port {config.metrics_host}:{port} of {role} can't be opened "
+                f"({error.strerror or error}): set telemetry.metrics_port to a free range, or to 0 to do without"
             ) from error
         return f"http://{config.metrics_host}:{port}/metrics"
 
