@@ -47,6 +47,8 @@ class ReasoningGymSource(Section):
     label: str | None = None
     weight: Annotated[float, Field(gt=0)] = 1.0
     params: dict[str, Any] = {}
+    question_pattern: str | None = None
+    """Regular expression whose first group is what the policy sees of reasoning-gym's question; None: all of it."""
 
 
 class FileSource(Section):
@@ -209,6 +211,8 @@ class SFTSource(Section):
     path: str | None = None
     """JSONL of {prompt, response}; None: traces of `task.sources`, written by tlt_pipeline.tasks.traces."""
     examples: Positive = 10_000
+    slips: Share = 0.0
+    """Share of a trace's steps that get a wrong digit, so that the model is right but unsure."""
 
 
 class SFTConfig(Section):
