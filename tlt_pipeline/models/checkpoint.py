@@ -1,0 +1,197 @@
+"""Decoder from and to Hugging Face folders: config.json (architecture.py), model.safetensors or its shards.
+
+The decoder's matrices are fused (q, k, v; gate, up), the files' aren't: `_layout` says which join into which.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tlt_pipeline.models.architecture import describe, read_config
+from tlt_pipeline.models.decoder import Decoder, DecoderConfig, Rope
+from tlt_pipeline.models.locate import ModelError
+
+SHARD_BYTES = 5 * 10**9
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_IGNORED = ("rotary_emb.inv_freq",)
+
+
+def load_decoder(
+    folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Decoder:
+    """The folder's model. Raises ModelError if it is missing, torn, unsupported or unlike its config.json."""
+    folder = Path(folder)
+    config = read_config(folder)
+    with torch.device("meta"):
+        model = Decoder(config)
+    with _Tensors(folder) as stored:
+        state: dict[str, Tensor] = {}
+        for name, sources in _layout(config):
+            parts = [stored.take(source) for source in sources]
+            joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+            expected = model.get_parameter(name).shape
+            if joined.shape != expected:
+                raise ModelError(
+                    f"{folder}: {name} (from {', '.join(sources)}) has shape {tuple(joined.shape)}, "
+                    f"config.json says {tuple(expected)}: fix config.json or copy the model again"
+                )
+            state[name] = joined.to(device=device, dtype=dtype)
+        stored.refuse_left_over(tied=config.tie_word_embeddings)
+    model.load_state_dict(state, strict=False, assign=True)
+    return _complete(model, device)
+
+
+def save_decoder(
+    model: Decoder,
+    folder: str | Path,
+    hf_config: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes config.json and the weights (in `dtype`, or as they are), in shards of `shard_bytes`.
+
+    `hf_config` adds what the decoder doesn't know of (eos_token_id, …). For an atomic write give a temporary
+    folder and rename it (tlt_pipeline/weights.py does)."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = dtype or model.embed.weight.dtype
+    own = describe(model.config, dtype)
+    config = {**own, **(hf_config or {}), **{key: value for key, value in own.items() if value is not None}}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    shards = _split(state_of(model, dtype), shard_bytes)
+    if len(shards) == 1:
+        save_file(shards[0], folder / _WEIGHTS, metadata={"format": "pt"})
+        return
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        places.update(dict.fromkeys(shard, name))
+    total = sum(_bytes(tensor) for shard in shards for tensor in shard.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def state_of(model: Decoder, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The weights under their Hugging Face names, on the CPU."""
+    config = model.config
+    state: dict[str, Tensor] = {}
+    for name, sources in _layout(config):
+        tensor = model.get_parameter(name).detach().to(device="cpu", dtype=dtype)
+        if len(sources) == 1:
+            sizes = [tensor.shape[0]]
+        elif len(sources) == 2:
+            sizes = [config.intermediate_size] * 2
+        else:
+            sizes = [config.num_heads * config.head_dim] + [config.num_kv_heads * config.head_dim] * 2
+        for source, part in zip(sources, tensor.split(sizes), strict=True):
+            state[source] = part.contiguous()
+    return state
+
+
+def _layout(config: DecoderConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each parameter of the decoder with the Hugging Face tensors that it joins along its first dimension."""
+    yield "embed.weight", ("model.embed_tokens.weight",)
+    for index in range(config.num_layers):
+        own, theirs = f"layers.{index}", f"model.layers.{index}"
+        yield f"{own}.input_norm.weight", (f"{theirs}.input_layernorm.weight",)
+        yield f"{own}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",)
+        if config.qk_norm:
+            yield f"{own}.q_norm.weight", (f"{theirs}.self_attn.q_norm.weight",)
+            yield f"{own}.k_norm.weight", (f"{theirs}.self_attn.k_norm.weight",)
+        for name, block, sources, biased in (
+            ("qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+            ("o", "self_attn", ("o_proj",), config.o_bias),
+            ("gate_up", "mlp", ("gate_proj", "up_proj"), config.mlp_bias),
+            ("down", "mlp", ("down_proj",), config.mlp_bias),
+        ):
+            for part in ("weight", "bias") if biased else ("weight",):
+                yield f"{own}.{name}.{part}", tuple(f"{theirs}.{block}.{source}.{part}" for source in sources)
+    yield "norm.weight", ("model.norm.weight",)
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight", ("lm_head.weight",)
+
+
+def _complete(model: Decoder, device: str | torch.device) -> Decoder:
+    """Built on the meta device and filled by assignment, a model lacks the tied head and rotary tables."""
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.embed.weight
+    model.rope = Rope(model.config).to(device)
+    return model
+
+
+def _split(state: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    used = 0
+    for name, tensor in state.items():
+        if shards[-1] and used + _bytes(tensor) > limit:
+            shards.append({})
+            used = 0
+        shards[-1][name] = tensor
+        used += _bytes(tensor)
+    return shards
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class _Tensors:
+    """The tensors of a folder, read one at a time from whichever file holds them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self._left: dict[str, str] = {}
+
+    def __enter__(self) -> _Tensors:
+        try:
+            for name in self._file_names():
+                opened = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
+                self._files[name] = opened
+                self._left.update(dict.fromkeys(opened.keys(), name))
+        except (SafetensorError, OSError) as error:
+            self._stack.close()
+            raise ModelError(
+                f"{self._folder}: weights can't be read ({error}): copy the model again"
+            ) from error
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def _file_names(self) -> list[str]:
+        index = self._folder / _INDEX
+        if index.is_file():
+            return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        if (self._folder / _WEIGHTS).is_file():
+            return [_WEIGHTS]
+        raise ModelError(f"{self._folder} has neither {_WEIGHTS} nor {_INDEX}: save the model as safetensors")
+
+    def take(self, name: str) -> Tensor:
+        if name not in self._left:
+            raise ModelError(
+                f"{self._folder}: the weights lack {name}: copy the model again, or fix config.json"
+            )
+        return self._files[self._left.pop(name)].get_tensor(name)
+
+    def refuse_left_over(self, *, tied: bool) -> None:
+        """Tensors that nothing reads mean that config.json tells of another model: wrong logits, silently."""
+        ignored = (*_IGNORED, "lm_head.weight") if tied else _IGNORED
+        unread = sorted(name for name in self._left if not name.endswith(ignored))
+        if unread:
+            raise ModelError(
+                f"{self._folder}: config.json has no place for {len(unread)} tensors, such as {unread[0]}: "
+                f"fix config.json (biases, norms, layers)"
+            )
