@@ -21,14 +21,15 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import redis.asyncio
 import redis.exceptions
 import structlog
 import uvloop
 
-from tlt_pipeline.bus.client import Bus, BusFull
+from tlt_pipeline.bus.client import Bus
+from tlt_pipeline.bus.link import BusError, BusFull, redact_url
 from tlt_pipeline.config import RunConfig, load_config
 from tlt_pipeline.failures import (
     EXIT_FAILED,
@@ -44,7 +45,6 @@ from tlt_pipeline.processes import bind_to_launcher
 from tlt_pipeline.telemetry.logging import configure_logging
 from tlt_pipeline.telemetry.metrics import Metrics
 
-Found = TypeVar("Found")
 _SAY_AGAIN_S = 15.0
 _PROBE_FIRST_S, _PROBE_LAST_S = 0.05, 0.5
 
@@ -101,9 +101,9 @@ class Actor:
         if not await append():
             await self.wait_for("room in worker.events (is the scheduler running?)", append)
 
-    async def wait_for(self, what: str, probe: Callable[[], Awaitable[Found | None] | Found | None]) -> Found:
-        """Calls `probe` until it gives something true, and returns that. Says for what it waits, at once and
-        every 15 s. Raises Stopped when the process is asked to stop."""
+    async def wait_for(self, what: str, probe: Callable[[], Any]) -> Any:
+        """Calls `probe`, a function or coroutine function, until it gives something true, and returns that.
+        Says for what it waits, at once and every 15 s. Raises Stopped when the process is asked to stop."""
         delay, say_at, began = _PROBE_FIRST_S, 0.0, time.monotonic()
         while True:
             found = probe()
@@ -194,19 +194,25 @@ async def _find_redis(actor: Actor) -> str:
 
     url = await actor.wait_for("a Redis: set REDIS_URL, or redis.url in the config", known)
 
-    async def answers() -> bool:
-        client = redis.asyncio.Redis.from_url(url, socket_connect_timeout=2, socket_timeout=2)
-        try:
-            return bool(await client.ping())
-        except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
-            if isinstance(error, redis.exceptions.AuthenticationError):
-                raise
-            return False
-        finally:
-            await client.aclose()
-
-    await actor.wait_for(f"Redis at {url}", answers)
+    await actor.wait_for(f"Redis at {redact_url(url)}", lambda: _is_someone_there(url))
     return url
+
+
+async def _is_someone_there(url: str) -> bool:
+    """Whether connecting is worth it: a server that answers, or a reason that waiting won't mend."""
+    try:
+        client = redis.asyncio.Redis.from_url(url, socket_connect_timeout=2, socket_timeout=2)
+    except ValueError:
+        return True
+    try:
+        await client.ping()
+    except redis.exceptions.AuthenticationError:
+        return True
+    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError):
+        return False
+    finally:
+        await client.aclose()
+    return True
 
 
 async def _run_until_drained(actor: Actor, main: Callable[[Actor], Awaitable[None]]) -> None:
@@ -238,7 +244,7 @@ async def _beat(actor: Actor) -> None:
             await actor.bus.append(EVENTS, _heartbeat(actor))
         except BusFull:
             actor.metrics.count_skipped("heartbeat_stream_full")
-        except redis.exceptions.RedisError as error:
+        except BusError as error:
             actor.metrics.count_skipped("heartbeat_no_redis")
             actor.log.warning("heartbeat not sent", reason=str(error))
         with contextlib.suppress(TimeoutError):
@@ -258,7 +264,7 @@ def _heartbeat(actor: Actor) -> WorkerHeartbeat:
 async def _announce_failure(actor: Actor, failure: Failure) -> None:
     try:
         await actor.bus.append(EVENTS, RunFailed(reason=f"{actor.worker}: {failure.line}", **actor.stamp()))
-    except (BusFull, redis.exceptions.RedisError) as error:
+    except BusError as error:
         actor.log.error("the others could not be told of the failure", reason=str(error))
 
 
