@@ -1,13 +1,16 @@
 """Decoder from and to Hugging Face folders: config.json (architecture.py), model.safetensors or its shards.
 
-The decoder's matrices are fused (q, k, v; gate, up), the files' aren't: `_layout` says which join into which.
+The decoder's matrices are fused (q, k, v; gate, up), the files' aren't: `_layout` says which join into
+which. Drafters have a format of their own here: their trainable tensors by our names, and a config.json
+that tells for which policy they are.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt_pipeline.models.architecture import describe, read_config
+from tlt_pipeline.models.architecture import describe, read_config, read_hf_config
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig, Rope
+from tlt_pipeline.models.drafter import EagleDrafter
 from tlt_pipeline.models.locate import ModelError
 
 SHARD_BYTES = 5 * 10**9
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DRAFTER = "tlt_eagle"
+_FROZEN = ("embed.", "embed_tokens.", "norm.", "lm_head.")
 _IGNORED = ("rotary_emb.inv_freq",)
 
 
@@ -44,7 +50,9 @@ def load_decoder(
                     f"{folder}: {name} (from {', '.join(sources)}) has shape {tuple(joined.shape)}, "
                     f"config.json says {tuple(expected)}: fix config.json or copy the model again"
                 )
-            state[name] = joined.to(device=device, dtype=dtype)
+            # a copy even where nothing changes: the file's mapping is not aligned, and alignment can change
+            # bits
+            state[name] = joined.to(device=device, dtype=dtype, copy=True)
         stored.refuse_left_over(tied=config.tie_word_embeddings)
     model.load_state_dict(state, strict=False, assign=True)
     return _complete(model, device)
@@ -97,6 +105,58 @@ def state_of(model: Decoder, dtype: torch.dtype | None = None) -> dict[str, Tens
         for source, part in zip(sources, tensor.split(sizes), strict=True):
             state[source] = part.contiguous()
     return state
+
+
+def save_drafter(drafter: EagleDrafter, folder: str | Path) -> None:
+    """Writes the drafter's trainable tensors and config.json. The policy's frozen ones are never written."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.named_parameters()}
+    _refuse_frozen(state, folder)
+    content = {"architectures": ["EagleDrafter"], "model_type": _DRAFTER, **asdict(drafter.config)}
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+    save_file(state, folder / _WEIGHTS, metadata={"format": "pt"})
+
+
+def load_drafter(
+    folder: str | Path,
+    policy_config: DecoderConfig,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> EagleDrafter:
+    """A drafter for this policy. Raises ModelError: no drafter, another policy's, or with frozen tensors in
+    it."""
+    folder = Path(folder)
+    with torch.device("meta"):
+        drafter = EagleDrafter(policy_config)
+    stored_config, expected = read_hf_config(folder), json.loads(json.dumps(asdict(drafter.config)))
+    if stored_config.get("model_type") != _DRAFTER:
+        raise ModelError(f"{folder} holds no drafter: give a folder that `tlt` wrote, or from_policy_layer")
+    for key, value in expected.items():
+        if stored_config.get(key) != value:
+            raise ModelError(
+                f"{folder}: this drafter was made for a policy with {key} {stored_config.get(key)}, "
+                f"not {value}: take another drafter or from_policy_layer"
+            )
+    with _Tensors(folder) as stored:
+        _refuse_frozen(stored.names, folder)
+        state = {
+            name: stored.take(name).to(device=device, dtype=dtype, copy=True)
+            for name, _ in drafter.named_parameters()
+        }
+        stored.refuse_left_over(tied=False)
+    drafter.load_state_dict(state, strict=False, assign=True)
+    drafter.rope = Rope(drafter.config).to(device)
+    return drafter
+
+
+def _refuse_frozen(names: Iterable[str], folder: Path) -> None:
+    frozen = sorted(name for name in names if name.removeprefix("model.").startswith(_FROZEN))
+    if frozen:
+        raise ModelError(
+            f"{folder}: a drafter must not carry the policy's {frozen[0]}, which would overwrite it: "
+            f"export the drafter again with its own tensors only"
+        )
 
 
 def _layout(config: DecoderConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -170,6 +230,11 @@ class _Tensors:
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
+
+    @property
+    def names(self) -> list[str]:
+        """What hasn't been taken yet."""
+        return sorted(self._left)
 
     def _file_names(self) -> list[str]:
         index = self._folder / _INDEX

@@ -1,9 +1,10 @@
 """One decoder for Llama, Qwen2 and Qwen3 (dense), used by the learner, the engine and the drafter alike.
 
 What differs between those users is passed in as `Ops`: how a matrix product is computed (the engine's is
-batch-invariant) and how attention sees the past (a KV cache, or a causal mask). Weights are stored fused (q, k, v in
-one matrix, gate and up in another): fewer calls a token. Shapes: N = any leading dimensions, C = hidden size,
-H = query heads, K = key/value heads, D = head size, F = feed-forward size, V = vocabulary.
+batch-invariant) and how attention sees the past (a KV cache, or a causal mask). Weights are stored fused
+(q, k, v in one matrix, gate and up in another): fewer calls a token.
+Shapes: N = any leading dimensions, C = hidden size, H = query heads, K = key/value heads, D = head size,
+F = feed-forward size, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class Ops:
 
 
 class CausalAttention:
-    """Attention within rows of [B, T]: causal, and only inside one document. `mask_BTT` True where a query may look;
-    None: plain causal."""
+    """Attention within rows of [B, T]: causal, and only inside one document. `mask_BTT` True where a query
+    may look; None: plain causal."""
 
     def __init__(self, mask_BTT: Tensor | None = None) -> None:
         self.mask = None if mask_BTT is None else mask_BTT.unsqueeze(1)
@@ -98,6 +99,9 @@ class RMSNorm(nn.Module):
 
 class Rope(nn.Module):
     """Rotary position embedding; cos and sin are tables, so that a position costs one gather."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -159,7 +163,9 @@ class DecoderLayer(nn.Module):
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, ops: Ops) -> Tensor:
         heads, kv_heads, D = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        qk, v = ops.linear(x, self.qkv.weight, self.qkv.bias).split([(heads + kv_heads) * D, kv_heads * D], -1)
+        qk, v = ops.linear(x, self.qkv.weight, self.qkv.bias).split(
+            [(heads + kv_heads) * D, kv_heads * D], -1
+        )
         qk, v = qk.unflatten(-1, (-1, D)), v.unflatten(-1, (-1, D))
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat([self.q_norm(qk[..., :heads, :]), self.k_norm(qk[..., heads:, :])], -2)
@@ -194,7 +200,9 @@ class Decoder(nn.Module):
         """hidden [N, C] -> [N, V], in the model's dtype."""
         return linear(self.norm(hidden), self.lm_head.weight, None)
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None, mask_BTT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens_BT: Tensor, positions_BT: Tensor | None = None, mask_BTT: Tensor | None = None
+    ) -> Tensor:
         """Plain causal forward: tokens [B, T] -> logits [B, T, V]."""
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)

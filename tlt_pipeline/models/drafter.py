@@ -1,10 +1,10 @@
 """The EAGLE drafter: one decoder layer on the policy's hidden states (EAGLE, arXiv 2401.15077).
 
-It reads pairs (embedding of token t+1, feature of token t), the feature being the policy's last hidden state before
-its final norm, and predicts the feature of token t+1; the policy's own norm and LM head, frozen, turn that into
-scores. The pairing is the same in training and in the engine (reference: off by one halves acceptance silently).
-Trainable: `fc`, `layer`. Frozen and never in its weight set: the policy's embedding, final norm and LM head.
-Shapes as in decoder.py.
+It reads pairs (embedding of token t+1, feature of token t), the feature being the policy's last hidden
+state before its final norm, and predicts the feature of token t+1; the policy's own norm and LM head,
+frozen, turn that into scores. The pairing is the same in training and in the engine (off by one halves
+acceptance silently). Trainable: `fc`, `layer`. Frozen and never in its weight set: the policy's embedding,
+final norm and LM head. Shapes as in decoder.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class EagleDrafter(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         """`config` is the policy's: the drafter has its dimensions, one layer, no biases, no q/k norm."""
         super().__init__()
-        self.config = replace(config, num_layers=1, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False)
+        self.config = replace(
+            config, num_layers=1, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False
+        )
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layer = DecoderLayer(self.config)
         self.rope = Rope(self.config)
@@ -42,4 +44,4 @@ def drafter_from_policy(policy: Decoder) -> EagleDrafter:
             parameter.copy_(last.get_parameter(name))
         C = policy.config.hidden_size
         drafter.fc.weight.copy_(torch.cat([torch.eye(C), torch.eye(C)], 1))
-    return drafter.to(policy.embed.weight.dtype)
+    return drafter.to(device=policy.embed.weight.device, dtype=policy.embed.weight.dtype)
