@@ -1,4 +1,5 @@
-"""Redis streams: work queues with leases, broadcasts, the journal, and finding or starting a server. No torch."""
+"""Redis streams: work queues with leases, broadcasts, the journal, and finding or starting a server. No
+torch."""
 
 from tlt_pipeline.bus.client import Bus
 from tlt_pipeline.bus.link import BusError, BusFull, RedisUnusable, redact_url

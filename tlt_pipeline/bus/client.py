@@ -1,7 +1,7 @@
 """The bus: work queues, broadcasts and the scheduler's outbox, on Redis streams, at least once.
 
-Every operation may be repeated without harm, because that is what happens when a reply is lost: each is one script, or
-idempotent by itself. Work queues are never trimmed by length; a full one refuses.
+Every operation may be repeated without harm, because that is what happens when a reply is lost: each is one
+script, or idempotent by itself. Work queues are never trimmed by length; a full one refuses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast
 
-import msgpack
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
 
 from tlt_pipeline import messages as m
 from tlt_pipeline.bus import scripts
@@ -28,10 +28,12 @@ BROADCAST_LENGTH = 64
 
 
 class Bus:
-    """One process's access to the streams of one run. `consumer` is stable over restarts: it owns pending entries.
+    """One process's access to the streams of one run. `consumer` is stable over restarts: it owns pending
+    entries.
 
-    `counts` holds what went on besides plain work: redelivered, dead_letters, lost_leases, groups_lost. Any method
-    raises BusError (one line with the remedy) when Redis stays away for 2 × limits.worker_timeout_s."""
+    `counts` holds what went on besides plain work: redelivered, dead_letters, lost_leases, groups_lost. Any
+    method raises BusError (one line with the remedy) when Redis stays away for 2 ×
+    limits.worker_timeout_s."""
 
     def __init__(self, link: Link, run_id: str, limits: LimitsConfig, consumer: str) -> None:
         self._link = link
@@ -45,8 +47,8 @@ class Bus:
     async def connect(
         cls, url: str, run_id: str, limits: LimitsConfig, consumer: str, *, connect_timeout_s: float = 10.0
     ) -> Bus:
-        """Raises RedisUnusable (a BusError and ValueError; one line with the remedy): malformed URL, nobody there
-        within `connect_timeout_s`, refused, older than 7.0."""
+        """Raises RedisUnusable (a BusError and ValueError; one line with the remedy): malformed URL, nobody
+        there within `connect_timeout_s`, refused, older than 7.0."""
         patience_s = 2 * limits.worker_timeout_s
         link = await Link.open(url, consumer, connect_timeout_s=connect_timeout_s, patience_s=patience_s)
         return cls(link, run_id, limits, consumer)
@@ -54,12 +56,13 @@ class Bus:
     async def close(self) -> None:
         await self._link.close()
 
-    # --- sending -------------------------------------------------------------------------------------------------
+    # --- sending --------------------------------------------------------------------------------------------
 
     async def submit(
         self, stream: str, message: m.Message, dedupe_id: str
     ) -> Literal["queued", "duplicate", "full"]:
-        """Adds the message unless `dedupe_id` was submitted within a day or the stream is at limits.queue_length."""
+        """Adds the message unless `dedupe_id` was submitted within a day or the stream is at
+        limits.queue_length."""
         keys = [self._keys.stream(stream), self._keys.seen(stream, dedupe_id)]
         args = [encode_for(stream, message), self._limits.queue_length, SEEN_TTL_S, uuid.uuid4().hex]
         reply: bytes = await self._link.run(scripts.SUBMIT, keys, args)
@@ -81,33 +84,34 @@ class Bus:
             scripts.BROADCAST, keys, [encode_for(stream, message), BROADCAST_LENGTH, CALL_TTL_S]
         )
 
-    # --- receiving work ------------------------------------------------------------------------------------------
+    # --- receiving work -------------------------------------------------------------------------------------
 
     async def read(self, stream: str, group: str, *, count: int, block_s: float) -> list[Delivery]:
-        """Up to `count` new entries, waiting at most `block_s`; undecodable ones become dead letters. Entries whose
-        delivery was lost on the way (a cancelled read, a broken connection) come first."""
+        """Up to `count` new entries, waiting at most `block_s`; undecodable ones become dead letters. Entries
+        whose delivery was lost on the way (a cancelled read, a broken connection) come first."""
         return await self._inbox.read(stream, group, count, block_s)
 
     async def recover(self, stream: str, group: str) -> list[Delivery]:
-        """This consumer's pending entries that it doesn't hold: what a crash under this name left. A new attempt
-        each; those over limits.max_attempts become dead letters."""
+        """This consumer's pending entries that it doesn't hold: what a crash under this name left. A new
+        attempt each; those over limits.max_attempts become dead letters."""
         return await self._inbox.recover(stream, group)
 
     async def claim(self, stream: str, group: str, *, count: int) -> list[Delivery]:
-        """Up to `count` entries whose consumer has been silent for limits.lease_s. A new attempt each; those over
-        limits.max_attempts become dead letters."""
+        """Up to `count` entries whose consumer has been silent for limits.lease_s. A new attempt each; those
+        over limits.max_attempts become dead letters."""
         return await self._inbox.claim(stream, group, count)
 
     async def renew(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
-        """Heartbeat: the entries stay this consumer's for another limits.lease_s. Returns those that no longer are
-        (claimed by another, or settled): work on them may stop."""
+        """Heartbeat: the entries stay this consumer's for another limits.lease_s. Returns those that no
+        longer are (claimed by another, or settled): work on them may stop."""
         return await self._inbox.renew(deliveries)
 
     async def release(self, deliveries: Iterable[Delivery]) -> None:
-        """Gives entries back unworked (a worker that drains): claimable by others at once, the attempt not counted."""
+        """Gives entries back unworked (a worker that drains): claimable by others at once, the attempt not
+        counted."""
         await self._inbox.release(deliveries)
 
-    # --- settling work -------------------------------------------------------------------------------------------
+    # --- settling work --------------------------------------------------------------------------------------
 
     async def ack(self, deliveries: Iterable[Delivery]) -> None:
         """Done with these; an entry goes when every group of its stream is."""
@@ -120,8 +124,9 @@ class Bus:
             self._inbox.forget(batch)
 
     async def complete(self, delivery: Delivery, stream: str, result: m.Message) -> bool:
-        """Acknowledges the delivery and adds its result to `stream` in one step. False: it was settled before, by
-        another worker or an earlier try, and nothing was added. Raises BusFull with nothing done."""
+        """Acknowledges the delivery and adds its result to `stream` in one step. False: it was settled
+        before, by another worker or an earlier try, and nothing was added. Raises BusFull with nothing
+        done."""
         rule = stream_rule(delivery.stream)
         keys = [self._keys.stream(delivery.stream), self._keys.stream(stream)]
         args = [delivery.group, delivery.entry_id, rule.removal, encode_for(stream, result)]
@@ -148,12 +153,13 @@ class Bus:
         appends: Sequence[Outgoing] = (),
         remove: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """The outbox, in one step: saves `state`, acknowledges `acks`, adds `appends` (those with a dedupe_id seen
-        before are skipped) and forgets the (stream, dedupe id) pairs of `remove`. With nothing done it raises BusFull,
-        or BusError where another process has committed under `state_key` since this one loaded it."""
+        """The outbox, in one step: saves `state`, acknowledges `acks`, adds `appends` (those with a dedupe_id
+        seen before are skipped) and forgets the (stream, dedupe id) pairs of `remove`. With nothing done it
+        raises BusFull, or BusError where another process has committed under `state_key` since this one
+        loaded it."""
         plan, keys = self._plan(state_key, acks, appends, remove)
         token = uuid.uuid4().hex
-        packed = cast(bytes, msgpack.packb(plan, use_bin_type=False))
+        packed = cast(bytes, msgpack.packb(plan, use_bin_type=False))  # pyright: ignore[reportUnknownMemberType]
         args = [token, self._tokens.get(state_key, ""), state, packed]
         reply = cast(bytes, await self._link.run(scripts.COMMIT, keys, args)).decode()
         if reply == "fenced":
@@ -172,7 +178,7 @@ class Bus:
         self._tokens[state_key] = token.decode() if token else ""
         return state
 
-    # --- broadcasts, versions, lengths ---------------------------------------------------------------------------
+    # --- broadcasts, versions, lengths ----------------------------------------------------------------------
 
     async def latest(self, name: str) -> m.AnyMessage | None:
         """The last message broadcast under this name. Raises InvalidMessage if it is none of ours."""
@@ -180,8 +186,9 @@ class Bus:
         return None if body is None else m.decode(body)
 
     async def listen(self, stream: str, after: str, *, block_s: float) -> list[tuple[str, m.AnyMessage]]:
-        """Entries after the id `after` ("0": all that are kept), waiting at most `block_s`. For subscribers: nothing
-        is acknowledged, and each passes the last id it got. Undecodable entries become dead letters, once."""
+        """Entries after the id `after` ("0": all that are kept), waiting at most `block_s`. For subscribers:
+        nothing is acknowledged, and each passes the last id it got. Undecodable entries become dead letters,
+        once."""
         deadline = time.monotonic() + block_s
         while True:
             left_s = max(deadline - time.monotonic(), 0.0)
@@ -196,7 +203,8 @@ class Bus:
             )
             reply: Any = await self._link.call(*command)
             heard: list[tuple[str, m.AnyMessage]] = []
-            for raw_id, fields in reply[0][1] if reply else []:
+            entries: list[Any] = reply[0][1] if reply else []
+            for raw_id, fields in entries:
                 after = cast(bytes, raw_id).decode()
                 message, reason = read_entry(stream, fields)
                 if message is None:
@@ -207,7 +215,8 @@ class Bus:
                 return heard
 
     async def next_version(self, model: str, *, above: int = 0) -> int:
-        """A version number of `model` never given before, and greater than `above` (say, the newest on disk)."""
+        """A version number of `model` never given before, and greater than `above` (say, the newest on
+        disk)."""
         return int(await self._link.run(scripts.NEXT_VERSION, [self._keys.version(model)], [above]))
 
     async def depth(self, stream: str, group: str | None = None) -> int:
@@ -216,12 +225,12 @@ class Bus:
             return int(await self._link.call("XLEN", self._keys.stream(stream)))
         return int(await self._link.run(scripts.WAITING, [self._keys.stream(stream)], [group]))
 
-    # --- parts ---------------------------------------------------------------------------------------------------
+    # --- parts ----------------------------------------------------------------------------------------------
 
     def _full(self, stream: str) -> BusFull:
         return BusFull(
-            f"{stream} holds limits.queue_length ({self._limits.queue_length}) entries: see whether its reader still "
-            "runs, or raise limits.queue_length"
+            f"{stream} holds limits.queue_length ({self._limits.queue_length}) entries: see whether its "
+            "reader still runs, or raise limits.queue_length"
         )
 
     def _plan(

@@ -1,8 +1,8 @@
 """The receiving half of the bus: entries become deliveries, deliveries are kept, given back or given up.
 
-Redis counts a delivery when it hands an entry out, so an attempt is counted before its work starts. `held` are the
-entries that this process knows it has; after a cancelled read or a broken connection the server may have handed out
-more than arrived, and the next read brings those back first.
+Redis counts a delivery when it hands an entry out, so an attempt is counted before its work starts. `held`
+are the entries that this process knows it has; after a cancelled read or a broken connection the server may
+have handed out more than arrived, and the next read brings those back first.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, cast
 
 import structlog
-from redis.exceptions import ResponseError
 
 from tlt_pipeline import messages as m
 from tlt_pipeline.bus import scripts
 from tlt_pipeline.bus.letters import encode_for, entry_body, letter_for, read_entry
-from tlt_pipeline.bus.link import BusError, Link
+from tlt_pipeline.bus.link import BusError, Link, MissingGroup
 from tlt_pipeline.bus.streams import Delivery, Keys, stream_rule
 from tlt_pipeline.config import LimitsConfig
 
@@ -103,7 +102,8 @@ class Inbox:
     async def bury(
         self, stream: str, group: str, entry_id: str, body: bytes, attempts: int, reason: str
     ) -> None:
-        """To `dead_letters`; `group` empty where a plain reader found it, which has nothing to acknowledge."""
+        """To `dead_letters`; `group` empty where a plain reader found it, which has nothing to
+        acknowledge."""
         letter = letter_for(stream, entry_id, body, attempts, reason)
         rule = stream_rule(stream)
         keys = [
@@ -129,14 +129,12 @@ class Inbox:
         for delivery in deliveries:
             self._held.get((delivery.stream, delivery.group), set()).discard(delivery.entry_id)
 
-    # --- fetching entries ----------------------------------------------------------------------------------------
+    # --- fetching entries -----------------------------------------------------------------------------------
 
     async def _fresh(self, stream: str, group: str, count: int, block_s: float) -> list[Entry]:
         key = self._keys.stream(stream)
         command = ["XREADGROUP", "GROUP", group, self._consumer, "COUNT", count, *block_option(block_s)]
-        reply = await self._guarded(
-            stream, group, lambda: self._link.call(*command, "STREAMS", key, ">"), sole=True
-        )
+        reply = await self._guarded(stream, group, lambda: self._link.call(*command, "STREAMS", key, ">"))
         return [[entry_id, fields, 1] for entry_id, fields in reply[0][1]] if reply else []
 
     async def _stranded(self, stream: str, group: str) -> list[Entry]:
@@ -164,17 +162,13 @@ class Inbox:
             found += reply[1]
         return found
 
-    async def _guarded(
-        self, stream: str, group: str, fetch: Callable[[], Awaitable[Any]], *, sole: bool = False
-    ) -> list[Any]:
-        """`fetch`, with the group made where it is missing. If what the server handed out may not have arrived, the
-        pair is unsure from now on."""
+    async def _guarded(self, stream: str, group: str, fetch: Callable[[], Awaitable[Any]]) -> list[Any]:
+        """`fetch`, with the group made where it is missing. If what the server handed out may not have
+        arrived, the pair is unsure from now on."""
         losses = self._link.losses
         try:
             return await fetch() or []
-        except ResponseError as error:
-            if "NOGROUP" not in str(error):
-                raise BusError(f"Redis refuses to read {stream}: {error}") from error
+        except MissingGroup:
             await self._make_group(stream, group)
             return await fetch() or []
         except BaseException:
@@ -185,8 +179,8 @@ class Inbox:
                 self._unsure.add((stream, group))
 
     async def _make_group(self, stream: str, group: str) -> None:
-        """From the stream's beginning: what was sent before the group existed, or before the server forgot it,
-        counts."""
+        """From the stream's beginning: what was sent before the group existed, or before the server forgot
+        it, counts."""
         if (stream, group) in self._held:
             _log.warning("redis lost a consumer group, made again", stream=stream, group=group)
             self._counts["groups_lost"] += 1
@@ -197,7 +191,7 @@ class Inbox:
             if "BUSYGROUP" not in str(error):
                 raise
 
-    # --- entries to deliveries -----------------------------------------------------------------------------------
+    # --- entries to deliveries ------------------------------------------------------------------------------
 
     async def _accept(self, stream: str, group: str, entries: list[Entry]) -> list[Delivery]:
         held = self._held.setdefault((stream, group), set())

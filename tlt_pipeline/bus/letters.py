@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import msgpack
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
 
 from tlt_pipeline import messages as m
 from tlt_pipeline.bus.streams import stream_rule
 
+_unpack: Any = cast(Any, msgpack).unpackb
 BODY_FIELD = b"b"
 MAX_LETTER_BODY = 256 * 1024
 """A dead letter keeps so much of the original: dead letters stay, and memory is bounded."""
@@ -63,7 +64,7 @@ def request_id_in(body: bytes) -> str | None:
     if len(body) > m.MAX_MESSAGE_BYTES:
         return None
     try:
-        content: Any = msgpack.unpackb(body, raw=False, strict_map_key=True, timestamp=0, max_ext_len=0)
+        content = _unpack(body, raw=False, strict_map_key=True, timestamp=0, max_ext_len=0)
     except (ValueError, msgpack.UnpackException):
         return None
     if not isinstance(content, dict):

@@ -1,7 +1,8 @@
-"""The connection to Redis: opened with a clear refusal, kept through a server's restart, never retried by redis-py.
+"""The connection to Redis: opened with a clear refusal, kept through a server's restart, never retried by
+redis-py.
 
-redis-py's own retries would repeat a write whose reply was lost. Here they are off; `Link` repeats a call while the
-server is away, for a bounded time, and everything that goes through it is written to be harmless when repeated.
+redis-py's own retries would repeat a write whose reply was lost. Here they are off; `Link` repeats a call
+while the server is away, for a bounded time, and everything that goes through it is harmless when repeated.
 """
 
 from __future__ import annotations
@@ -10,51 +11,40 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
+import redis.asyncio
 import structlog
 from redis import exceptions as rx
-from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from tlt_pipeline.bus.probe import (
+    BusError,
+    BusFull,
+    RedisUnusable,
+    check_server,
+    malformed,
+    redact_url,
+    refused,
+    unreachable,
+)
 from tlt_pipeline.bus.scripts import Script
 
-OLDEST_VERSION = (7, 0)
+__all__ = ["BusError", "BusFull", "Link", "MissingGroup", "RedisUnusable", "redact_url"]
+
 SOCKET_TIMEOUT_S = 30.0
 _AWAY = (rx.ConnectionError, rx.TimeoutError, OSError)
-
-_log = structlog.get_logger("tlt.bus")
-
-
-class BusError(RuntimeError):
-    """Something went wrong with Redis; one line with the remedy."""
+_log: Any = structlog.get_logger("tlt.bus")
 
 
-class BusFull(BusError):
-    """A stream is at `limits.queue_length`, or the server's memory is: the caller waits or gives up, nothing was
-    sent."""
-
-
-class RedisUnusable(BusError, ValueError):
-    """The Redis that was named can't be used: unreachable, too old, wrong password. One line with the remedy."""
-
-
-def redact_url(url: str) -> str:
-    """The address without user, password and query, fit for logs and errors."""
-    try:
-        parts = urlsplit(url)
-        host = parts.hostname or ""
-        port = f":{parts.port}" if parts.port else ""
-    except ValueError:
-        return "(malformed URL)"
-    return f"{parts.scheme}://{host}{port}{parts.path}"
+class MissingGroup(BusError):
+    """The stream or its consumer group isn't there: never made, or forgotten by the server."""
 
 
 class Link:
     """A pool of connections to one server. `losses` grows each time a call found it away."""
 
-    def __init__(self, client: Redis, address: str, patience_s: float) -> None:
+    def __init__(self, client: Any, address: str, patience_s: float) -> None:
         self._client = client
         self._address = address
         self._patience_s = patience_s
@@ -63,11 +53,16 @@ class Link:
 
     @classmethod
     async def open(cls, url: str, name: str, *, connect_timeout_s: float, patience_s: float) -> Link:
-        """Raises RedisUnusable: malformed URL, unreachable for `connect_timeout_s`, refused, older than 7.0."""
+        """Raises RedisUnusable: malformed URL, unreachable for `connect_timeout_s`, refused, older than
+        7.0."""
         address = redact_url(url)
         link = cls(_client(url, address, name), address, patience_s)
         try:
-            await link._check(connect_timeout_s)
+            async with asyncio.timeout(connect_timeout_s + 1.0):
+                await link._check(connect_timeout_s)
+        except TimeoutError as error:
+            await link.close()
+            raise unreachable(address, connect_timeout_s, error) from None
         except BaseException:
             await link.close()
             raise
@@ -95,19 +90,20 @@ class Link:
         return await self._client.execute_command(*command)
 
     async def _persist(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
-        started = time.monotonic()
+        first_loss: float | None = None
         delay = 0.05
         while True:
             try:
                 reply = await attempt()
             except rx.AuthenticationError as error:
-                raise _refusal(self._address, error) from None
+                raise refused(self._address, error) from None
             except _AWAY as error:
                 self._note_loss(error)
-                if time.monotonic() - started > self._patience_s:
+                first_loss = first_loss or time.monotonic()
+                if time.monotonic() - first_loss >= self._patience_s:
                     raise BusError(
-                        f"Redis at {self._address} has not answered for {self._patience_s:.0f} s: "
-                        "see whether it still runs, then start again with --resume"
+                        f"Redis at {self._address} has not answered for {self._patience_s:.0f} s: see "
+                        "whether it still runs, then go on with --resume"
                     ) from error
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, 1.0)
@@ -134,73 +130,47 @@ class Link:
             self._lost_at = None
             _log.info("redis answers again", redis=self._address, away_s=away_s)
 
-    async def _check(self, connect_timeout_s: float) -> None:
-        deadline = time.monotonic() + connect_timeout_s
+    async def _check(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
-                info: bytes = await asyncio.wait_for(self._send(("INFO", "server")), connect_timeout_s)
-                break
-            except (rx.AuthenticationError, rx.NoPermissionError) as error:
-                raise _refusal(self._address, error) from None
-            except (*_AWAY, TimeoutError) as error:
-                if time.monotonic() > deadline:
-                    raise RedisUnusable(
-                        f"no Redis at {self._address} within {connect_timeout_s:g} s ({type(error).__name__}): start "
-                        "one there, correct redis.url or REDIS_URL, or leave both unset for a server of the run's own"
-                    ) from None
+                check_server(await self._send(("INFO",)), self._address)
+                return
+            except (rx.AuthenticationError, rx.ResponseError) as error:
+                raise refused(self._address, error) from None
+            except _AWAY as error:
+                if time.monotonic() >= deadline:
+                    raise unreachable(self._address, timeout_s, error) from None
                 await asyncio.sleep(0.1)
-            except rx.ResponseError as error:
-                raise _refusal(self._address, error) from None
-        check_version(info, self._address)
 
 
-def check_version(info: bytes, address: str) -> None:
-    """Raises RedisUnusable unless INFO names Redis 7.0 (or a Valkey, which names a Redis version too) or newer."""
-    lines = dict(line.split(":", 1) for line in info.decode("utf-8", "replace").splitlines() if ":" in line)
-    version = lines.get("redis_version", "0")
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if numbers < OLDEST_VERSION:
-        raise RedisUnusable(
-            f"Redis {version} at {address} is too old, 7.0 is the oldest that works: upgrade it, or unset redis.url "
-            "and REDIS_URL for a server of the run's own (pip install 'tlt-pipeline[redis-server]')"
-        )
-
-
-def _client(url: str, address: str, name: str) -> Redis:
+def _client(url: str, address: str, name: str) -> Any:
+    factory: Any = redis.asyncio.Redis
     try:
-        client: Redis = Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
+        client = factory.from_url(
             url,
             protocol=2,
             decode_responses=False,
             retry=Retry(NoBackoff(), 0),
             socket_timeout=SOCKET_TIMEOUT_S,
             socket_connect_timeout=5.0,
+            max_connections=512,
             client_name=name,
             driver_info=None,
         )
     except (ValueError, TypeError):
-        # The cause's text may quote the password.
-        raise RedisUnusable(
-            f"{address} is no Redis address: give redis.url or REDIS_URL as redis://host:port/0, rediss://… or "
-            "unix:///path/to.sock"
-        ) from None
+        raise malformed(address) from None
     client.response_callbacks.clear()  # replies stay as RESP2 gives them, whatever redis-py makes of them
     return client
 
 
-def _refusal(address: str, error: Exception) -> RedisUnusable:
-    return RedisUnusable(
-        f"Redis at {address} refuses this client ({type(error).__name__}): give user and password in REDIS_URL as "
-        "redis://user:password@host:port/0"
-    )
-
-
-def _translate(address: str, error: rx.ResponseError) -> Exception:
-    text = str(error)
-    if "OOM" in text or isinstance(error, rx.OutOfMemoryError):
+def _translate(address: str, error: rx.ResponseError) -> BusError:
+    text = " ".join(str(error).split())
+    if isinstance(error, rx.OutOfMemoryError) or "OOM " in text:
         return BusFull(
-            f"Redis at {address} is at its maxmemory: raise redis.maxmemory_mb, or lower limits.queue_length"
+            f"Redis at {address} is at its maxmemory: raise redis.maxmemory_mb (its own server), or lower "
+            "limits.queue_length"
         )
     if "NOGROUP" in text:
-        return error
-    return BusError(f"Redis at {address} refuses a command: {' '.join(text.split())[:200]}")
+        return MissingGroup(text)
+    return BusError(f"Redis at {address} refuses a command: {text[:200]}")

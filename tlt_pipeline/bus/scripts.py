@@ -1,8 +1,9 @@
-"""The Lua scripts of the bus: each is one atomic step on the server, and harmless when its reply is lost and it runs
-again.
+"""The Lua scripts of the bus: each is one atomic step on the server, and harmless when its reply is lost and
+it runs again.
 
-`#!lua` without flags makes the server refuse the whole script when it is out of memory, so that none stops half way;
-acknowledging is allowed even then, because it is what frees memory. Entries have one field, `b`: the message's bytes.
+`#!lua` without flags makes the server refuse the whole script when it is out of memory, so that none stops
+half way; acknowledging is allowed even then, because it is what frees memory. Entries have one field, `b`:
+the message's bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ local function is_pending(key, group, id)
 end
 """
 
-# settle: acknowledges entries; `removal` ack: deletes them, all: deletes what every declared group is done with.
+# settle: acknowledges entries; `removal` ack: deletes them; all: deletes what all groups are done with.
 _SETTLE = """
 local function trim_done(key, groups)
   local last = {}
@@ -128,7 +129,8 @@ return 'done'
 """,
 )
 
-# KEYS source, dead letters, marker; ARGV group ('' for a plain reader), id, removal, letter, length, ttl_s, groups…
+# KEYS source, dead letters, marker; ARGV group ('' for a plain reader), id, removal, letter, length, ttl_s,
+# groups…
 BURY = Script(
     "bury",
     _REFUSED_AT_OOM
@@ -181,7 +183,8 @@ for i = 4, #ARGV, 2 do
   local id = ARGV[i]
   local own = redis.pcall('XPENDING', KEYS[1], ARGV[1], id, id, 1, ARGV[2])
   if own.err == nil and #own > 0 then
-    redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, id, 'IDLE', ARGV[3], 'RETRYCOUNT', ARGV[i + 1], 'JUSTID')
+    local count = ARGV[i + 1]
+    redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, id, 'IDLE', ARGV[3], 'RETRYCOUNT', count, 'JUSTID')
   end
 end
 return 1
@@ -216,7 +219,7 @@ return out
 )
 
 # KEYS stream; ARGV group, consumer, start, count, counted (1: a new attempt), known ids…
-# The consumer's own entries that it doesn't know of, as {id, fields, attempt}; the first value is where to go on.
+# The consumer's own entries that it doesn't know of, as {id, fields, attempt}; before them, where to go on.
 RECLAIM = Script(
     "reclaim",
     _ALLOWED_AT_OOM
@@ -242,7 +245,7 @@ return {#own > 0 and '(' .. own[#own][1] or '', out}
 )
 
 # KEYS state, token, then those of the plan by index; ARGV token, expected token, state, plan (msgpack):
-# {acks = [[key, group, removal, groups, ids]], adds = [[key, body, seen key or 0]], forget = [key], bound, ttl}
+# acks [[key, group, removal, groups, ids]], adds [[key, body, seen key or 0]], forget [key], bound, ttl
 COMMIT = Script(
     "commit",
     _REFUSED_AT_OOM
@@ -285,7 +288,7 @@ return redis.call('INCR', KEYS[1])
 """,
 )
 
-# KEYS stream; ARGV group; entries not yet delivered to the group. Counted in pages: `lag` is unknown after deletions.
+# KEYS stream; ARGV group; entries not yet delivered to it. Counted in pages: `lag` fails after deletions.
 WAITING = Script(
     "waiting",
     _ALLOWED_AT_OOM

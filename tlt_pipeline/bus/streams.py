@@ -10,10 +10,10 @@ from tlt_pipeline import messages as m
 
 @dataclass(frozen=True)
 class StreamRule:
-    """`groups`: the consumer groups that read the stream. `removal`: an entry goes when its one group has acknowledged
-    it (`ack`), when every group has (`all`), or never (`keep`). `limited`: after `limits.max_attempts` deliveries the
-    entry is a dead letter; results and events aren't limited, because a reader that restarts often must not lose
-    them."""
+    """`groups`: the consumer groups that read the stream. `removal`: an entry goes when its one group has
+    acknowledged it (`ack`), when every group has (`all`), or never (`keep`). `limited`: after
+    `limits.max_attempts` deliveries the entry is a dead letter; results and events aren't limited, because a
+    reader that restarts often must not lose them."""
 
     groups: tuple[str, ...]
     accepts: tuple[type[m.Message], ...]
@@ -42,8 +42,8 @@ def stream_rule(stream: str) -> StreamRule:
 
 @dataclass(frozen=True)
 class Delivery:
-    """An entry handed to this consumer. `attempt` counts from 1 and was counted before this delivery; `body` is the
-    entry as it was sent."""
+    """An entry handed to this consumer. `attempt` counts from 1 and was counted before this delivery; `body`
+    is the entry as it was sent."""
 
     stream: str
     group: str
