@@ -1,0 +1,90 @@
+"""The buffer of drafter-training data: what is kept, and who gets what.
+
+A trainer gets everything in the buffer, and what arrives while it trains. (Sharing shards out between
+trainers pays only once their results are merged.) Held-out shards go to all: versions are compared on
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from tlt_pipeline.messages import HiddenShard, encode
+from tlt_pipeline.scheduling.accounts import count
+from tlt_pipeline.scheduling.events import AssignShards, Command, DropShards
+from tlt_pipeline.scheduling.state import Shard, State
+
+SHARDS_A_MESSAGE = 256
+
+
+def take_shard(state: State, shard: HiddenShard) -> State:
+    """Into the buffer; twice the same one counts once."""
+    if any(known.shard_id == shard.shard_id for known in state.shards):
+        return count(state, "shard_duplicate")
+    number = state.shards_seen + 1
+    entry = Shard(
+        number=number,
+        shard_id=shard.shard_id,
+        blob=shard.blob.name,
+        size=shard.blob.size,
+        step=shard.step,
+        held_out=shard.held_out,
+        body=encode(shard),
+    )
+    return replace(state, shards=(*state.shards, entry), shards_seen=number)
+
+
+def evict_shards(state: State) -> tuple[State, list[Command]]:
+    """Keeps the buffer within keep_steps and bytes_quota; the rest is dropped, with the reason counted."""
+    if not state.shards:
+        return state, []
+    if not state.settings.train_drafter:
+        return _drop(state, lambda _: True, "drafter_training_off")
+    state, old = _evict_old(state)
+    state, over = _evict_over_quota(state)
+    return state, [*old, *over]
+
+
+def _evict_old(state: State) -> tuple[State, list[Command]]:
+    """By the newest step seen, so that a step without shards yet doesn't empty the buffer. The newest
+    held-out shards stay: without any, no version could be compared."""
+    oldest = max(shard.step for shard in state.shards) - state.settings.keep_steps + 1
+    held_out = max((shard.step for shard in state.shards if shard.held_out), default=oldest)
+    return _drop(
+        state, lambda shard: shard.step < (min(oldest, held_out) if shard.held_out else oldest), "too_old"
+    )
+
+
+def _evict_over_quota(state: State) -> tuple[State, list[Command]]:
+    over = sum(shard.size for shard in state.shards) - state.settings.bytes_quota
+    doomed: set[int] = set()
+    for shard in sorted(state.shards, key=lambda shard: (shard.held_out, shard.step, shard.number)):
+        if over <= 0:
+            break
+        doomed.add(shard.number)
+        over -= shard.size
+    return _drop(state, lambda shard: shard.number in doomed, "over_bytes_quota")
+
+
+def _drop(state: State, goes: Callable[[Shard], bool], reason: str) -> tuple[State, list[Command]]:
+    gone = tuple(shard for shard in state.shards if goes(shard))
+    if not gone:
+        return state, []
+    state = replace(state, shards=tuple(shard for shard in state.shards if not goes(shard)))
+    state = count(state, f"shards_dropped_{reason}", len(gone))
+    return state, [DropShards(tuple(shard.blob for shard in gone), reason)]
+
+
+def assign_shards(state: State) -> tuple[State, list[Command]]:
+    """To each training slot what it doesn't have yet, in pieces that fit a message."""
+    slots, commands = list(state.slots), list[Command]()
+    for number, slot in enumerate(slots):
+        if slot.holder != "drafter" or slot.recalled_at is not None or slot.assigned == state.shards_seen:
+            continue
+        bodies = [shard.body for shard in state.shards if shard.number > slot.assigned]
+        for start in range(0, len(bodies), SHARDS_A_MESSAGE):
+            piece = tuple(bodies[start : start + SHARDS_A_MESSAGE])
+            commands.append(AssignShards(number, slot.lease, piece))
+        slots[number] = replace(slot, assigned=state.shards_seen)
+    return replace(state, slots=tuple(slots)), commands
