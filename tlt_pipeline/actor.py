@@ -263,7 +263,9 @@ def _heartbeat(actor: Actor) -> WorkerHeartbeat:
 
 async def _announce_failure(actor: Actor, failure: Failure) -> None:
     try:
-        await actor.bus.append(EVENTS, RunFailed(reason=f"{actor.worker}: {failure.line}", **actor.stamp()))
+        await actor.bus.append(
+            EVENTS, RunFailed(reason=f"{actor.worker}: {failure.line}", code=failure.code, **actor.stamp())
+        )
     except BusError as error:
         actor.log.error("the others could not be told of the failure", reason=str(error))
 

@@ -260,10 +260,12 @@ class StepTrained(WorkerEvent):
 
 
 class RunFailed(WorkerEvent):
-    """Something that ends the run: NaN in the loss, a policy that can't be loaded. One line with the remedy."""
+    """Something that ends the run: NaN in the loss, a policy that can't be loaded. One line with the remedy; `code`: 2
+    where it is the user's to mend, else 3 (tlt_pipeline.failures)."""
 
     kind: Literal["run_failed"] = "run_failed"
     reason: str
+    code: int = 3
 
 
 # --- slot.<id>.commands and learner.commands --------------------------------------------------------------------
