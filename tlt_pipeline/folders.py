@@ -51,7 +51,9 @@ def draft_folder(target: Path) -> Iterator[Path]:
 
 def put_in_place(folder: Path, target: Path) -> bool:
     """Syncs and renames; False if something was there already, which then stays as it is."""
+    mode = _usual_mode(folder)
     for path in folder.iterdir():
+        path.chmod(mode)  # safetensors makes its files unreadable for others
         _sync(path)
     _sync(folder)
     try:
@@ -105,6 +107,15 @@ def _is_full(error: Exception) -> bool:
     """safetensors reports a full disk as an error of its own, with the errno in its text only."""
     code = getattr(error, "errno", None)
     return code in _NO_SPACE or any(f"(os error {code})" in str(error) for code in _NO_SPACE)
+
+
+def _usual_mode(folder: Path) -> int:
+    """What the umask gives a new file."""
+    probe = temporary_beside(folder / "any")
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    return mode
 
 
 def _sync(path: Path) -> None:
