@@ -12,12 +12,14 @@ import hashlib
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
 from pathlib import Path
 
+from tlt_pipeline.config import HiddenStatesConfig
 from tlt_pipeline.messages import BlobRef
-from tlt_pipeline.rundir import storing
+from tlt_pipeline.rundir import RunDir, storing
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _TEMPORARY = ".writing-"
@@ -121,3 +123,22 @@ def _age_s(entry: os.DirEntry[str]) -> float:
         return time.time() - entry.stat(follow_symlinks=False).st_mtime
     except FileNotFoundError:
         return 0.0
+
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def hidden_states_root(config: HiddenStatesConfig, run: RunDir) -> Path:
+    """Where a run's hidden-state shards lie: `hidden_states.root`; else a memory-backed folder where it is at least
+    twice the quota (its size decides, not what is free: every process must come to the same folder); else the run
+    directory. Outside the run directory each run has a folder of its own."""
+    if config.root is not None:
+        return Path(config.root) / run.run_id()
+    if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).total >= 2 * config.bytes_quota:
+        return _SHARED_MEMORY / f"tlt-{run.run_id()}"
+    return run.blobs
+
+
+def open_hidden_states(config: HiddenStatesConfig, run: RunDir) -> BlobStore:
+    """The store at `hidden_states_root`. Raises StorageError."""
+    return BlobStore(hidden_states_root(config, run))

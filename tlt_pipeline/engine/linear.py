@@ -1,9 +1,9 @@
 """Batch-invariant matrix products: a row's bits don't depend on the rows around it.
 
 A CPU's matrix kernels round differently for different row counts, so the engine keeps the row count that reaches a
-kernel constant (measured: float32 in blocks of a fixed number of rows is exact wherever a row stands in its block;
-bfloat16 is exact for any count up to 32). Whether it holds on the machine at hand is checked at start-up
-(invariance.py). Shapes: N = rows, a multiple of `rows` where blocks are padded.
+kernel constant (measured, float32 and bfloat16: in blocks of a fixed number of rows a row is exact wherever it
+stands in its block). Whether it holds on the machine at hand is checked at start-up (invariance.py).
+Shapes: N = rows, a multiple of `rows` where blocks are padded.
 """
 
 from __future__ import annotations
@@ -36,37 +36,26 @@ class PlainLinear:
 
 @dataclass(frozen=True)
 class BlockLinear:
-    """Every product is of exactly `rows` rows: one batched call over all blocks. For float32 and float64."""
+    """Every product is of exactly `rows` rows, the last block padded. `batched`: one call over all blocks (fast in
+    float32 and float64; in bfloat16 that call repacks the weight for each block, so there it is a call a block)."""
 
-    rows: int = 8
+    rows: int
+    batched: bool
 
     def padded(self, rows: int) -> int:
         return -(-rows // self.rows) * self.rows
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         blocks = x.shape[0] // self.rows
+        if not self.batched:
+            return torch.cat([F.linear(block, weight, bias) for block in x.split(self.rows)])
         x_bRI = x.reshape(blocks, self.rows, x.shape[1])
         weight_bIO = weight.t().expand(blocks, weight.shape[1], weight.shape[0])
         out = torch.bmm(x_bRI, weight_bIO).view(x.shape[0], weight.shape[0])
         return out if bias is None else out.add_(bias)
 
 
-@dataclass(frozen=True)
-class SmallBlockLinear:
-    """Products of at most `rows` rows, unpadded. For bfloat16, whose kernel is the same up to 32 rows."""
-
-    rows: int = 32
-
-    def padded(self, rows: int) -> int:
-        return rows
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.shape[0] <= self.rows:
-            return F.linear(x, weight, bias)
-        return torch.cat([F.linear(block, weight, bias) for block in x.split(self.rows)])
-
-
 def choose_linear(dtype: torch.dtype, exact: bool) -> RowLinear:
     if not exact:
         return PlainLinear()
-    return SmallBlockLinear() if dtype == torch.bfloat16 else BlockLinear()
+    return BlockLinear(rows=16, batched=False) if dtype == torch.bfloat16 else BlockLinear(rows=8, batched=True)

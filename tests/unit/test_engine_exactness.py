@@ -1,0 +1,116 @@
+"""Drafter-invariance as an equality (design 5.1): nothing but policy, prompt, sampling and seed changes a token."""
+
+from __future__ import annotations
+
+import random
+
+import engine_cases as cases
+import pytest
+import torch
+
+from tlt_pipeline.config import ConfigError
+from tlt_pipeline.engine.engine import Finished, decode_all
+from tlt_pipeline.engine.forward import Forward
+from tlt_pipeline.engine.invariance import decide_exactness, is_batch_invariant
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+REQUESTS = [cases.request(number) for number in range(9)]
+
+
+def answers(finished: list[Finished]) -> dict[str, tuple[list[int], list[float]]]:
+    return {done.request.request_id: (done.tokens, done.logprobs) for done in finished}
+
+
+def alone(model) -> dict[str, tuple[list[int], list[float]]]:
+    """The reference: each request by itself, without a drafter."""
+    return answers([decode_all(cases.engine(model, batch=1), [request])[0] for request in REQUESTS])
+
+
+@pytest.mark.parametrize("family", cases.FAMILIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_batch_and_speculation_change_no_bit(family, dtype):
+    model = cases.policy(family, dtype)
+    expected = alone(model)
+    for batch, depth, drafter in ((9, 4, None), (4, 3, cases.drafter(model)), (9, 7, cases.drafter(model))):
+        engine = cases.engine(model, batch=batch, depth=depth, speculate_up_to=9)
+        engine.set_drafter(drafter, 1)
+        assert answers(decode_all(engine, REQUESTS)) == expected
+
+
+def test_order_of_admission_changes_nothing():
+    model = cases.policy()
+    expected = alone(model)
+    for seed in range(3):
+        shuffled = random.Random(seed).sample(REQUESTS, len(REQUESTS))
+        engine = cases.engine(model, batch=3)
+        engine.set_drafter(cases.drafter(model), 1)
+        assert answers(decode_all(engine, shuffled)) == expected
+
+
+def test_drafters_swapped_and_switched_off_in_mid_answer_change_nothing():
+    model = cases.policy()
+    expected = alone(model)
+    engine = cases.engine(model, batch=4)
+    drafters = [cases.drafter(model), None, cases.drafter(model, seed=5), cases.drafter(model)]
+    finished, pending, step = [], list(REQUESTS), 0
+    while pending or engine.running:
+        while pending and engine.room:
+            engine.submit(pending.pop())
+        engine.set_drafter(drafters[step % len(drafters)], step + 1)
+        finished += engine.step()
+        step += 1
+    assert answers(finished) == expected
+    versions = [done.draft.drafter_versions for done in finished]
+    assert max(map(len, versions)) > 2, "answers record every drafter version they used"
+
+
+def test_an_abandoned_answer_comes_out_the_same_elsewhere():
+    model = cases.policy()
+    first = cases.engine(model, batch=4)
+    for request in REQUESTS[:4]:
+        first.submit(request)
+    for _ in range(5):
+        first.step()
+    second = cases.engine(model, batch=2)
+    second.set_drafter(cases.drafter(model), 1)
+    expected = alone(model)
+    assert answers(decode_all(second, REQUESTS[:4])) == {f"r{n}": expected[f"r{n}"] for n in range(4)}
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 5}, {"top_p": 0.7}, {"temperature": 0.6, "top_k": 9, "top_p": 0.9}])
+def test_filters_are_exact_under_speculation(sampling):
+    model = cases.policy()
+    requests = [cases.request(number, **sampling) for number in range(6)]
+    engine = cases.engine(model, batch=6)
+    engine.set_drafter(cases.drafter(model), 1)
+    assert answers(decode_all(engine, requests)) == answers(decode_all(cases.engine(model, batch=2), requests))
+
+
+def test_start_up_check_sees_a_batch_dependent_product():
+    model = cases.policy()
+
+    class Leaky:
+        """Rows feel how many there are."""
+
+        def padded(self, rows: int) -> int:
+            return rows
+
+        def __call__(self, x, weight, bias):
+            return torch.nn.functional.linear(x, weight, bias) * (1 + 1e-6 * x.shape[0])
+
+    assert not is_batch_invariant(Forward(model, True, Leaky()), batch=4, width=3)
+    assert is_batch_invariant(Forward.of(model, exact=True), batch=4, width=3)
+
+
+def test_claims():
+    float32, bfloat16 = cases.policy(), cases.policy(dtype=torch.bfloat16)
+    assert decide_exactness(float32, "auto", 4, 5) == (True, "exact")
+    assert decide_exactness(float32, "off", 4, 5) == (False, "float32")
+    assert decide_exactness(bfloat16, "off", 4, 5) == (False, "distribution")
+
+
+def test_exact_on_is_refused_where_the_machine_cannot(monkeypatch):
+    monkeypatch.setattr("tlt_pipeline.engine.invariance.is_batch_invariant", lambda *_: False)
+    with pytest.raises(ConfigError, match="set engine.exact to auto"):
+        decide_exactness(cases.policy(), "on", 4, 5)
+    assert decide_exactness(cases.policy(), "auto", 4, 5) == (False, "float32")

@@ -1,0 +1,70 @@
+"""Noise and draws: a pure function of seed, position and token, with the right distribution."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tlt_pipeline.engine.noise import gumbel_noise, noise_keys, token_hashes
+from tlt_pipeline.engine.sampling import RowSampling, draw, filter_logits
+
+
+def noise(seeds, positions, vocab):
+    keys = noise_keys(np.asarray(seeds, np.uint64), np.asarray(positions, np.int64))
+    return gumbel_noise(keys, token_hashes(vocab))
+
+
+def plain(rows: int, temperature: float = 1.0) -> RowSampling:
+    return RowSampling(torch.full((rows, 1), 1 / temperature), torch.ones(rows, 1))
+
+
+def test_noise_does_not_depend_on_its_neighbours():
+    whole = noise([1, 2, 2**62], [5, 5, 70_000], 1000)
+    assert torch.equal(whole[1:2], noise([2], [5], 1000))
+    assert torch.equal(whole[:, :10], noise([1, 2, 2**62], [5, 5, 70_000], 10))
+
+
+def test_noise_is_standard_gumbel_and_finite():
+    values = noise(np.arange(2000), np.arange(2000) % 7, 500).double()
+    assert torch.isfinite(values).all()
+    assert abs(values.mean() - 0.57722) < 0.01
+    assert abs(values.var() - np.pi**2 / 6) < 0.02
+    for quantile in (0.001, 0.1, 0.5, 0.9, 0.999):
+        expected = -np.log(-np.log(quantile))
+        assert abs(np.quantile(values.numpy(), quantile) - expected) < 0.05
+
+
+def test_neighbouring_seeds_positions_and_tokens_are_uncorrelated():
+    def correlation(a, b):
+        return abs(np.corrcoef(a.flatten().numpy(), b.flatten().numpy())[0, 1])
+
+    base = noise(np.arange(400), np.full(400, 9), 300)
+    assert correlation(base, noise(np.arange(400) + 1, np.full(400, 9), 300)) < 0.01
+    assert correlation(base, noise(np.arange(400), np.full(400, 10), 300)) < 0.01
+    assert correlation(base[:, 1:], base[:, :-1]) < 0.01
+
+
+def test_draws_follow_the_distribution():
+    rows = 40_000
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, -3.0])
+    drawn = draw(logits.expand(rows, -1), noise(np.arange(rows), np.full(rows, 3), 6), plain(rows, 0.8))
+    expected = torch.softmax(logits / 0.8, -1).double() * rows
+    observed = torch.bincount(drawn.tokens_N, minlength=6).double()
+    chi_square = ((observed - expected) ** 2 / expected).sum()
+    assert chi_square < 20.5  # 5 degrees of freedom, p = 0.001
+
+
+def test_filters_keep_the_top_and_break_ties_by_token_id():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [0.0, 5.0, 0.0, 4.0, 0.0]])
+    kept = filter_logits(logits, torch.tensor([2, 0]), torch.tensor([1.0, 0.9]))
+    assert torch.isfinite(kept).tolist() == [[False, True, True, False, False], [False, True, False, True, False]]
+
+
+def test_logprobs_belong_to_the_filtered_and_the_unfiltered_distribution():
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    sampling = RowSampling(torch.ones(1, 1), torch.ones(1, 1), torch.tensor([2]), torch.tensor([1.0]))
+    drawn = draw(logits, noise([4], [4], 3), sampling)
+    token = int(drawn.tokens_N)
+    assert token in (1, 2)
+    assert torch.allclose(drawn.policy_logprobs_N, torch.log_softmax(logits, -1)[0, token])
+    assert torch.allclose(drawn.logprobs_N, torch.log_softmax(logits[0, 1:], -1)[token - 1])
