@@ -30,6 +30,7 @@ from tlt_pipeline.messages import (
     WEIGHTS,
     Array,
     Completion,
+    HiddenShard,
     LeaseGranted,
     RolloutRequest,
     Shutdown,
@@ -60,7 +61,12 @@ async def run_rollout(actor: Actor) -> None:
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(work)
-                for work in (worker.follow_weights(), worker.renew_leases(), worker.measure(), worker.watch_engine())
+                for work in (
+                    worker.follow_weights(),
+                    worker.renew_leases(),
+                    worker.measure(),
+                    worker.watch_engine(),
+                )
             ]
             await worker.serve()
             for task in tasks:
@@ -115,7 +121,8 @@ class RolloutWorker:
 
     async def _load_first_drafter(self) -> None:
         published = await self.actor.wait_for(
-            "the first drafter version (is drafter-trainer --slot 0 running?)", lambda: self.bus.latest("drafter")
+            "the first drafter version (is drafter-trainer --slot 0 running?)",
+            lambda: self.bus.latest("drafter"),
         )
         assert isinstance(published, WeightsPublished)
         await self._load_drafter(published)
@@ -259,7 +266,7 @@ class RolloutWorker:
     async def _stream(self, pieces: list[FeaturePiece]) -> None:
         await self._publish([shard for piece in pieces for shard in self.shards.add(piece)])
 
-    async def _publish(self, shards: list) -> None:  # noqa: ANN001
+    async def _publish(self, shards: list[HiddenShard]) -> None:
         for shard in shards:
             await self.bus.append(HIDDEN_STATES, shard)
 
@@ -269,7 +276,8 @@ class RolloutWorker:
         """Loads every new drafter at once, and a new policy as soon as the engine is empty."""
         last = "0"
         while True:
-            for last, message in await self.bus.listen(WEIGHTS, last, block_s=1.0):  # noqa: B007
+            for entry_id, message in await self.bus.listen(WEIGHTS, last, block_s=1.0):
+                last = entry_id
                 if not isinstance(message, WeightsPublished):
                     continue
                 if message.model == "drafter" and message.version > self.engine.engine.drafter_version:

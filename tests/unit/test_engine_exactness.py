@@ -111,6 +111,6 @@ def test_claims():
 
 def test_exact_on_is_refused_where_the_machine_cannot(monkeypatch):
     monkeypatch.setattr("tlt_pipeline.engine.invariance.is_batch_invariant", lambda *_: False)
-    with pytest.raises(ConfigError, match="set engine.exact to auto"):
+    with pytest.raises(ConfigError, match=r"set engine\.exact to auto"):
         decide_exactness(cases.policy(), "on", 4, 5)
     assert decide_exactness(cases.policy(), "auto", 4, 5) == (False, "float32")

@@ -57,7 +57,10 @@ def test_draws_follow_the_distribution():
 def test_filters_keep_the_top_and_break_ties_by_token_id():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [0.0, 5.0, 0.0, 4.0, 0.0]])
     kept = filter_logits(logits, torch.tensor([2, 0]), torch.tensor([1.0, 0.9]))
-    assert torch.isfinite(kept).tolist() == [[False, True, True, False, False], [False, True, False, True, False]]
+    assert torch.isfinite(kept).tolist() == [
+        [False, True, True, False, False],
+        [False, True, False, True, False],
+    ]
 
 
 def test_logprobs_belong_to_the_filtered_and_the_unfiltered_distribution():

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tlt_pipeline.engine.cache import KVCache
 from tlt_pipeline.engine.sampling import RowSampling

@@ -210,7 +210,11 @@ class Engine:
             accepted = matches_BD.long().cumprod(1).sum(1).tolist()
         starts_B = torch.from_numpy(batch.lengths[:B] + 1).to(batch.device)
         batch.tokens_RL[:B].scatter_(1, starts_B.unsqueeze(1) + torch.arange(W, device=batch.device), tokens_BW)
-        columns = (tokens_BW.tolist(), drawn.logprobs_N.view(B, W).tolist(), drawn.policy_logprobs_N.view(B, W).tolist())
+        columns = (
+            tokens_BW.tolist(),
+            drawn.logprobs_N.view(B, W).tolist(),
+            drawn.policy_logprobs_N.view(B, W).tolist(),
+        )
         finished = []
         for row in range(B - 1, -1, -1):
             running = batch.running[row]
@@ -235,7 +239,12 @@ class Engine:
             running.drafter_versions.append(self.drafter_version)
 
     def _extend(
-        self, running: Running, count: int, tokens: list[int], logprobs: list[float], policy_logprobs: list[float]
+        self,
+        running: Running,
+        count: int,
+        tokens: list[int],
+        logprobs: list[float],
+        policy_logprobs: list[float],
     ) -> FinishReason | None:
         """Appends up to `count` tokens, no further than where the answer ends; -> why it ended."""
         running.decode_steps += 1
@@ -279,7 +288,13 @@ class Engine:
             drafter_versions=tuple(running.drafter_versions),
         )
         return Finished(
-            running.request, running.tokens, running.logprobs, running.policy_logprobs, reason, stats, running.started_at
+            running.request,
+            running.tokens,
+            running.logprobs,
+            running.policy_logprobs,
+            reason,
+            stats,
+            running.started_at,
         )
 
 
@@ -293,5 +308,3 @@ def decode_all(engine: Engine, requests: list[RolloutRequest]) -> list[Finished]
         for done in engine.step():
             finished[done.request.request_id] = done
     return [finished[request.request_id] for request in requests]
-
-

@@ -48,7 +48,13 @@ def is_batch_invariant(forward: Forward, batch: int, width: int, length: int = 1
     generator = torch.Generator().manual_seed(0)
     tokens_BT = torch.randint(config.vocab_size, (batch, length), generator=generator).to(device)
     reference = _read(forward, tokens_BT[:1], [1] * length)
-    shapes = [(1, width), (batch, 1), (batch, width), (min(3, batch), max(2, width - 1)), (2 if batch > 1 else 1, 7)]
+    shapes = [
+        (1, width),
+        (batch, 1),
+        (batch, width),
+        (min(3, batch), max(2, width - 1)),
+        (2 if batch > 1 else 1, 7),
+    ]
     return all(torch.equal(reference, _read(forward, tokens_BT[:rows], _widths(length, w))) for rows, w in shapes)
 
 

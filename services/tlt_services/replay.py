@@ -1,0 +1,118 @@
+"""`tlt replay RUN_DIR`: recorded requests once more, with the recorded policy versions, from the run directory alone.
+
+Consumes: the journal and the weight sets of a run. Publishes: a report. Waits for nothing: no Redis, no other process.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import random
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from tlt_pipeline.bus.journal import read_journal
+from tlt_pipeline.config import ConfigError, RunConfig, load_config
+from tlt_pipeline.engine.engine import Engine
+from tlt_pipeline.engine.replay import Recorded, replay
+from tlt_pipeline.models.dtypes import choose_device, choose_dtype
+from tlt_pipeline.models.tokenizer import load_tokenizer
+from tlt_pipeline.rundir import RunDir
+from tlt_pipeline.weights import WeightsMissing, WeightStore
+
+DEFAULT_SAMPLE = 32
+
+
+def main(run_dir: Path, *, request: str | None, all: bool, sample: int | None, drafter: str, json: bool) -> int:
+    """0: every answer came out the same; 1: some didn't. Raises ConfigError for what isn't in the run."""
+    run = RunDir(run_dir)
+    config = load_config(run.config)
+    torch.set_num_threads(config.engine.threads or max((os.cpu_count() or 1) // config.slots.count, 1))
+    chosen = _choose(_recorded(run), request, all, sample, config.seed)
+    by_version: dict[int, list[Recorded]] = defaultdict(list)
+    for record in chosen:
+        by_version[record.request.policy_version].append(record)
+    report: dict[str, Any] = {"requests": 0, "identical": 0, "diverged": [], "skipped": 0, "claim": None}
+    for version, records in sorted(by_version.items()):
+        _replay_version(WeightStore.of_run(run.root, config), config, version, records, drafter, report)
+    if chosen and not report["requests"]:
+        raise WeightsMissing("none of these requests' policy versions is kept: raise weights.keep in the next run")
+    _print(report, json)
+    return 0 if report["identical"] == report["requests"] else 1
+
+
+def _recorded(run: RunDir) -> dict[str, Recorded]:
+    requests = {entry.request_id: entry for entry in read_journal(run.journal, "requests")}
+    return {
+        entry.request_id: Recorded(requests[entry.request_id], entry)
+        for entry in read_journal(run.journal, "completions")
+        if entry.request_id in requests
+    }
+
+
+def _choose(
+    recorded: dict[str, Recorded], request: str | None, everything: bool, sample: int | None, seed: int
+) -> list[Recorded]:
+    if not recorded:
+        raise ConfigError("the run's journal holds no finished request yet: let a step begin first")
+    if request is not None:
+        if request not in recorded:
+            known = sorted(recorded)
+            raise ConfigError(f"no finished request {request!r} in the journal; ids run from {known[0]} to {known[-1]}")
+        return [recorded[request]]
+    names = sorted(recorded)
+    if not everything:
+        count = min(sample or DEFAULT_SAMPLE, len(names))
+        names = sorted(random.Random(seed).sample(names, count))
+    return [recorded[name] for name in names]
+
+
+def _replay_version(
+    store: WeightStore,
+    config: RunConfig,
+    version: int,
+    records: list[Recorded],
+    drafter: str,
+    report: dict[str, Any],
+) -> None:
+    try:
+        engine = _build_engine(store, config, version, drafter)
+    except WeightsMissing as error:
+        typer.echo(f"{len(records)} requests skipped: {error}", err=True)
+        report["skipped"] += len(records)
+        return
+    diverged = replay(engine, records)
+    report["claim"] = engine.claim
+    report["requests"] += len(records)
+    report["identical"] += len(records) - len(diverged)
+    report["diverged"] += [divergence.as_dict() for divergence in diverged]
+
+
+def _build_engine(store: WeightStore, config: RunConfig, version: int, drafter: str) -> Engine:
+    device = choose_device(config.engine.device)
+    dtype = choose_dtype(config.engine.dtype, device)
+    policy = store.load_policy(version, dtype=dtype, device=device)
+    engine = Engine(policy, version, load_tokenizer(store.folder("policy", version)), config.engine)
+    if drafter != "none":
+        published = store.latest("drafter") if drafter == "latest" else store.find("drafter", int(drafter))
+        if published is None:
+            raise ConfigError("the run has no drafter version: give --drafter none")
+        loaded = store.load_drafter(published, policy.config, dtype=dtype, device=device)
+        engine.set_drafter(loaded, published.version)
+    return engine
+
+
+def _print(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(jsonlib.dumps(report))
+        return
+    typer.echo(f"{report['identical']} of {report['requests']} answers identical (claim: {report['claim']})")
+    for part in report["diverged"]:
+        typer.echo(
+            f"  {part['request_id']} parts at token {part['position']}: recorded {part['recorded_token']} "
+            f"({part['recorded_score']}), replayed {part['replayed_token']} ({part['replayed_score']})"
+        )
