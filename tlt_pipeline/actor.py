@@ -116,7 +116,8 @@ class Actor:
                 self.log.info(f"waiting for {what}", waited_s=round(time.monotonic() - began, 1))
                 say_at = time.monotonic() + _SAY_AGAIN_S
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.stopping.wait(), delay)
+                async with asyncio.timeout(delay):
+                    await self.stopping.wait()
             delay = min(delay * 1.5, _PROBE_LAST_S)
 
 
@@ -225,9 +226,7 @@ async def _run_until_drained(actor: Actor, main: Callable[[Actor], Awaitable[Non
             actor.log.info("draining", seconds=actor.config.limits.drain_s)
             await asyncio.wait({work}, timeout=actor.config.limits.drain_s)
         if not work.done():
-            actor.log.error("not drained in time, cancelled", seconds=actor.config.limits.drain_s)
-            await _cancel(work)
-            return
+            raise Stopped(f"not drained within {actor.config.limits.drain_s:g} s, cut short")
         await work
     finally:
         await _cancel(stop)
@@ -248,7 +247,8 @@ async def _beat(actor: Actor) -> None:
             actor.metrics.count_skipped("heartbeat_no_redis")
             actor.log.warning("heartbeat not sent", reason=str(error))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(actor.gauges.lease_changed.wait(), actor.config.limits.heartbeat_s)
+            async with asyncio.timeout(actor.config.limits.heartbeat_s):  # wait_for of 3.11 may lose a cancel
+                await actor.gauges.lease_changed.wait()
         actor.gauges.lease_changed.clear()
 
 
@@ -301,5 +301,6 @@ def _context(role: str, slot: int | None) -> dict[str, Any]:
 
 async def _cancel(task: asyncio.Future[Any]) -> None:
     """Ends a task and waits until it has ended; its own failure was or will be seen by whoever awaits it."""
-    task.cancel()
-    await asyncio.wait({task})
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=1.0)

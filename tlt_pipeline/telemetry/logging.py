@@ -30,7 +30,11 @@ def configure_logging(level: str = "info", *, tty: bool | None = None) -> None:
     last: list[Processor] = (
         [structlog.dev.ConsoleRenderer()]
         if readable
-        else [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer(ensure_ascii=False)]
+        else [
+            structlog.processors.dict_tracebacks,
+            _order,
+            structlog.processors.JSONRenderer(ensure_ascii=False),
+        ]
     )
     number = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
@@ -56,3 +60,8 @@ def _hide_passwords(_logger: Any, _method: str, event: EventDict) -> EventDict:
         if isinstance(value, str) and "://" in value:
             event[key] = _PASSWORD.sub(r"\1***@", value)
     return event
+
+
+def _order(_logger: Any, _method: str, event: EventDict) -> EventDict:
+    first = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event}
+    return {**first, **event}
