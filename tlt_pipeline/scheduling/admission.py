@@ -34,7 +34,7 @@ from tlt_pipeline.scheduling.leases import (
     slots_are_free,
 )
 from tlt_pipeline.scheduling.records import mean
-from tlt_pipeline.scheduling.state import Answer, Batch, State, Training
+from tlt_pipeline.scheduling.state import Batch, State, Training
 from tlt_pipeline.scheduling.waiting import is_eval_due, live_steps, ready_batch
 
 
@@ -119,8 +119,7 @@ def note_completion(state: State, event: CompletionSeen, now: float) -> Decision
             f"{event.request_id} was written by policy version {event.policy_version} instead of "
             f"{batch.policy_version}: the staleness bound can't be kept, please report this",
         )
-    answer = Answer(event.reward, event.tokens, event.drafts, event.accepted, event.verified)
-    return _put_batch(state, replace(batch, answers={**batch.answers, key: answer}), now), []
+    return _put_batch(state, replace(batch, answers={**batch.answers, key: event.answer}), now), []
 
 
 def note_dead(state: State, request_id: str | None, stream: str, reason: str, now: float) -> Decision:
@@ -132,9 +131,7 @@ def note_dead(state: State, request_id: str | None, stream: str, reason: str, no
     if found is None:
         return state, warned
     batch, key = found
-    in_training = (
-        state.training is not None and state.training.step == batch.step and batch.purpose == "train"
-    )
+    in_training = state.training is not None and state.training.step == batch.step and batch.purpose == "train"
     if key in batch.dead or in_training or (key in batch.answers and stream != COMPLETIONS):
         return state, warned
     answers = {known: answer for known, answer in batch.answers.items() if known != key}

@@ -25,6 +25,7 @@ from tlt_pipeline.messages import (
     WorkerYielded,
 )
 from tlt_pipeline.scheduling.records import StepRecord
+from tlt_pipeline.scheduling.state import Answer
 
 # --- events -------------------------------------------------------------------------------------------------
 
@@ -62,6 +63,10 @@ class CompletionSeen:
             accepted=completion.draft.accepted,
             verified=completion.reward_error is None,
         )
+
+    @property
+    def answer(self) -> Answer:
+        return Answer(self.reward, self.tokens, self.drafts, self.accepted, self.verified)
 
 
 Event = (

@@ -170,10 +170,7 @@ def recall_leases(state: State, now: float) -> Decision:
 
 def slots_are_free(state: State) -> bool:
     """Nobody who answers uses a slot. A lost rollout worker's device counts as free."""
-    return all(
-        slot.holder != "drafter" and not (slot.holder == "rollout" and slot.rollout.up)
-        for slot in state.slots
-    )
+    return all(slot.holder != "drafter" and not (slot.holder == "rollout" and slot.rollout.up) for slot in state.slots)
 
 
 def lease_to_learner(state: State) -> State:

@@ -124,14 +124,14 @@ def account_facts(account: Account) -> dict[str, Any]:
     }
 
 
-def rebuild_record(batch: Batch, trained: int) -> StepRecord:
+def rebuild_record(batch: Batch) -> StepRecord:
     """Of a step whose line was lost in a crash, from its answers; times are unknown and 0."""
     return StepRecord(
         step=batch.step,
         policy_version=batch.step + 1,
         rollout_version=batch.policy_version,
         requests_admitted=batch.size,
-        requests_trained=trained,
+        requests_trained=len(batch.answers),
         requests_dead=batch.size - len(batch.answers),
         tokens_per_s=0.0,
         rollout_s=0.0,

@@ -51,9 +51,7 @@ def _evict_old(state: State) -> tuple[State, list[Command]]:
     held-out shards stay: without any, no version could be compared."""
     oldest = max(shard.step for shard in state.shards) - state.settings.keep_steps + 1
     held_out = max((shard.step for shard in state.shards if shard.held_out), default=oldest)
-    return _drop(
-        state, lambda shard: shard.step < (min(oldest, held_out) if shard.held_out else oldest), "too_old"
-    )
+    return _drop(state, lambda shard: shard.step < (min(oldest, held_out) if shard.held_out else oldest), "too_old")
 
 
 def _evict_over_quota(state: State) -> tuple[State, list[Command]]:

@@ -279,9 +279,7 @@ def from_bytes(body: bytes) -> State:
         raise
     except (ValueError, KeyError, TypeError, msgpack.UnpackException, ValidationError) as error:
         first = " ".join(str(error).split())[:200]
-        raise StateInvalid(
-            f"the run's saved state can't be read ({first}): start a new run directory"
-        ) from error
+        raise StateInvalid(f"the run's saved state can't be read ({first}): start a new run directory") from error
 
 
 def _pack_set(value: Any) -> Any:

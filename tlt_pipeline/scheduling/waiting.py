@@ -56,9 +56,7 @@ def is_eval_due(state: State) -> bool:
         return False
     if version <= state.last_eval:
         return False
-    return (
-        version >= settings.steps or version // settings.eval_every > state.last_eval // settings.eval_every
-    )
+    return version >= settings.steps or version // settings.eval_every > state.last_eval // settings.eval_every
 
 
 def is_ending(state: State) -> bool:
