@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from typing import Literal
+
 import torch
 
-from tlt_pipeline.config import ConfigError
-from tlt_pipeline.learner.scoring import Precision
+from tlt_pipeline.learner.scoring import Scoring
+from tlt_pipeline.models.dtypes import choose_device
 from tlt_pipeline.processes import usable_cores
 
 
-def choose_precision(device: str, dtype: str) -> Precision:
-    """`device`: auto, or torch's name. Raises ConfigError if it isn't there."""
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    try:
-        chosen = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"learner.device {device!r} is no device of PyTorch: use auto, cpu or cuda"
-        ) from error
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"learner.device is {device!r}, but PyTorch sees no GPU here: set it to auto or cpu"
-        )
-    return Precision(chosen, autocast=dtype == "bfloat16")
+def choose_scoring(
+    device: str, dtype: str, temperature: float = 1.0, entropy: Literal["off", "value", "gradient"] = "off"
+) -> Scoring:
+    """`device`: auto, or torch's name; `dtype`: float32, or bfloat16 for autocast. A temperature of 0 (greedy
+    answers) has no distribution to learn from; 1 is taken. Raises ConfigError for a device that isn't
+    here."""
+    return Scoring(choose_device(device), dtype == "bfloat16", temperature or 1.0, entropy)
 
 
 def use_threads(threads: int) -> int:
@@ -30,3 +26,12 @@ def use_threads(threads: int) -> int:
     chosen = threads or usable_cores()
     torch.set_num_threads(chosen)
     return chosen
+
+
+def compute_reproducibly(device: torch.device) -> None:
+    """The same input gives the same bits. On a CPU that holds anyway, with the same number of threads; on a
+    GPU some operations have a faster version that sums in any order, which is switched off for this
+    process."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)

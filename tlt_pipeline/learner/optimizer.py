@@ -12,9 +12,7 @@ class NonFiniteUpdate(RuntimeError):
     """Loss or gradient is NaN or infinite; no weight was touched by this update."""
 
 
-def make_optimizer(
-    model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float]
-) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, lr: float, weight_decay: float, betas: tuple[float, float]) -> torch.optim.AdamW:
     """AdamW (Loshchilov, Hutter, arXiv 1711.05101); norms and biases are not decayed."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
@@ -38,9 +36,7 @@ def cosine(step: int, steps: int, warmup_steps: int, floor: float) -> float:
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: float, loss: float
-) -> float:
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, max_grad_norm: float, loss: float) -> float:
     """One clipped optimizer step; gradients are cleared. Returns the norm before clipping.
 
     Raises NonFiniteUpdate, before any weight moves, if loss or gradient isn't finite."""

@@ -7,8 +7,6 @@ not at all, with `sft.json` beside the weights: settings, seed, loss and time.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,14 +16,16 @@ import structlog
 import torch
 
 from tlt_pipeline.config import ConfigError, RunConfig, SFTConfig
+from tlt_pipeline.folders import draft_folder, put_in_place, remove_folder
 from tlt_pipeline.learner.batching import Example, bucket, collate
-from tlt_pipeline.learner.compute import choose_precision, use_threads
+from tlt_pipeline.learner.compute import choose_scoring, use_threads
 from tlt_pipeline.learner.optimizer import cosine, make_optimizer, update
-from tlt_pipeline.learner.scoring import Precision, Scored, backpropagate
+from tlt_pipeline.learner.scoring import Scored, Scoring, backpropagate
 from tlt_pipeline.learner.sft_data import draw_batches, encode_pairs, find_alphabet, read_pairs
 from tlt_pipeline.models.architecture import parse_config, read_hf_config
 from tlt_pipeline.models.checkpoint import load_decoder, save_decoder
 from tlt_pipeline.models.decoder import Decoder, initialize
+from tlt_pipeline.models.locate import locate_model
 from tlt_pipeline.models.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 
 
@@ -63,14 +63,14 @@ def run_sft(config: RunConfig, log: Any = None) -> SFTReport:
         raise ConfigError("this config has no sft section: add one (sft.out at least)")
     out = _check_out(Path(settings.out))
     threads = use_threads(settings.threads)
-    precision = choose_precision(config.learner.device, settings.dtype)
+    scoring = choose_scoring(config.learner.device, settings.dtype)
     started = time.monotonic()
     student, examples, skipped = _prepare(config, settings)
-    student.model.to(precision.device)
+    student.model.to(scoring.device)
     if skipped:
         log.warning("examples longer than the model's context are left out", skipped=skipped)
     log.info("supervised training", examples=len(examples), steps=settings.steps, threads=threads)
-    losses, tokens = _train(config, settings, student.model, examples, precision, log)
+    losses, tokens = _train(config, settings, student.model, examples, scoring, log)
     tenth = max(1, len(losses) // 10)
     report = SFTReport(
         folder=str(out),
@@ -91,8 +91,6 @@ def _prepare(config: RunConfig, settings: SFTConfig) -> tuple[Student, list[Exam
     """The model to train, and its examples; the number of those that don't fit its context."""
     pairs = read_pairs(config, settings.data)
     if settings.new_model is None:
-        from tlt_pipeline.models.locate import locate_model
-
         source = locate_model(config.policy.model)
         student = Student(load_decoder(source), load_tokenizer(source), read_hf_config(source))
     else:
@@ -122,7 +120,7 @@ def _train(
     settings: SFTConfig,
     model: Decoder,
     examples: list[Example],
-    precision: Precision,
+    scoring: Scoring,
     log: Any,
 ) -> tuple[list[float], int]:
     """Loss of each step, and the tokens trained on."""
@@ -132,7 +130,7 @@ def _train(
     tokens, logged_tokens, logged_at = 0, 0, time.monotonic()
     for step in range(settings.steps):
         chosen = [examples[index] for index in next(batches)]
-        loss = _add_gradients(model, chosen, config.learner.tokens_per_microbatch, precision)
+        loss = _add_gradients(model, chosen, config.learner.tokens_per_microbatch, scoring)
         lr = settings.lr * cosine(step, settings.steps, settings.warmup_steps, settings.min_lr_share)
         norm = update(model, optimizer, lr, settings.max_grad_norm, loss)
         losses.append(loss)
@@ -153,7 +151,7 @@ def _train(
     return losses, tokens
 
 
-def _add_gradients(model: Decoder, examples: list[Example], budget: int, precision: Precision) -> float:
+def _add_gradients(model: Decoder, examples: list[Example], budget: int, scoring: Scoring) -> float:
     """Gradients of the mean loss over the batch's response tokens; that loss."""
     answers = sum(example.answer for example in examples)
 
@@ -162,8 +160,8 @@ def _add_gradients(model: Decoder, examples: list[Example], budget: int, precisi
 
     total = 0.0
     for indices in bucket([len(example.tokens) for example in examples], budget):
-        batch = collate(examples, indices, precision.device)
-        loss, _ = backpropagate(model, batch, 1.0, precision, negative_log_likelihood)
+        batch = collate(examples, indices, scoring.device)
+        loss, _ = backpropagate(model, batch, scoring, negative_log_likelihood)
         total += loss
     return total
 
@@ -175,20 +173,13 @@ def _check_out(out: Path) -> Path:
 
 
 def _write(out: Path, student: Student, config: RunConfig, report: SFTReport) -> None:
-    """The folder beside its place, flushed, then renamed into it."""
+    """Atomic: the folder is written beside its place, synced and renamed. One that was there makes way."""
     settings = config.sft
     assert settings is not None
-    out.parent.mkdir(parents=True, exist_ok=True)
-    fresh, old = (out.with_name(f".{out.name}.{os.getpid()}.{kind}") for kind in ("new", "old"))
-    shutil.rmtree(fresh, ignore_errors=True)
-    save_decoder(student.model.cpu(), fresh, student.hf_config, dtype=getattr(torch, settings.save_dtype))
-    student.tokenizer.save(fresh)
-    record = {"report": asdict(report), "seed": config.seed, "sft": settings.model_dump(mode="json")}
-    (fresh / "sft.json").write_text(json.dumps(record, indent=2) + "\n")
-    for file in fresh.iterdir():
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-    if out.exists():
-        out.rename(old)
-    fresh.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
+    with draft_folder(out) as folder:
+        save_decoder(student.model.cpu(), folder, student.hf_config, dtype=getattr(torch, settings.save_dtype))
+        student.tokenizer.save(folder)
+        record = {"report": asdict(report), "seed": config.seed, "sft": settings.model_dump(mode="json")}
+        (folder / "sft.json").write_text(json.dumps(record, indent=2) + "\n")
+        while not put_in_place(folder, out):
+            remove_folder(out)

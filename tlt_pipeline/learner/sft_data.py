@@ -54,9 +54,7 @@ def read_file(path: Path, limit: int) -> list[Pair]:
     """JSONL, each line {"prompt": text or chat messages, "response": text}. Raises ConfigError naming the
     line."""
     if not path.is_file():
-        raise ConfigError(
-            f"sft.data.path {path} is no file: give JSONL with prompt and response, or leave it out"
-        )
+        raise ConfigError(f"sft.data.path {path} is no file: give JSONL with prompt and response, or leave it out")
     pairs: list[Pair] = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
