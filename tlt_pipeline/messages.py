@@ -364,13 +364,18 @@ def decode(body: bytes) -> AnyMessage:
             max_map_len=1024,
         )
     except (ValueError, msgpack.UnpackException) as error:
-        raise InvalidMessage(f"not msgpack within the limits: {error}") from error
+        raise InvalidMessage(_one_line(f"not msgpack within the limits: {error}")) from error
     try:
         return _ADAPTER.validate_python(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise InvalidMessage(f"{where or 'body'}: {first['msg']}") from error
+        raise InvalidMessage(_one_line(f"{where or 'body'}: {first['msg']}")) from error
+
+
+def _one_line(reason: str) -> str:
+    """Bounded too: the reason may quote what was sent."""
+    return " ".join(reason.split())[:300]
 
 
 # --- names of streams --------------------------------------------------------------------------------------------

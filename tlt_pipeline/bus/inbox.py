@@ -7,8 +7,9 @@ have handed out more than arrived, and the next read brings those back first.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, cast
 
@@ -28,13 +29,15 @@ RECLAIM_PAGE = 500
 
 Entry = list[Any]
 """[id, [field, value, …], attempt] as the scripts give it."""
+Pair = tuple[str, str]
+"""(stream, group)"""
 
 _log = structlog.get_logger("tlt.bus")
 
 
-def group_deliveries(deliveries: Iterable[Delivery]) -> dict[tuple[str, str], list[Delivery]]:
+def group_deliveries(deliveries: Iterable[Delivery]) -> dict[Pair, list[Delivery]]:
     """By (stream, group), order kept."""
-    grouped: dict[tuple[str, str], list[Delivery]] = {}
+    grouped: dict[Pair, list[Delivery]] = {}
     for delivery in deliveries:
         grouped.setdefault((delivery.stream, delivery.group), []).append(delivery)
     return grouped
@@ -57,28 +60,43 @@ class Inbox:
         self._limits = limits
         self._consumer = consumer
         self._counts = counts
-        self._held: dict[tuple[str, str], set[str]] = {}
-        self._unsure: set[tuple[str, str]] = set()
+        self._held: dict[Pair, set[str]] = {}
+        self._unsure: set[Pair] = set()
+        self._locks: defaultdict[Pair, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def read(self, stream: str, group: str, count: int, block_s: float) -> list[Delivery]:
+        pair = (stream, group)
         deadline = time.monotonic() + block_s
         while True:
             left_s = max(deadline - time.monotonic(), 0.0)
-            found = await self._stranded(stream, group) or await self._fresh(stream, group, count, left_s)
-            deliveries = await self._accept(stream, group, found)
-            if deliveries or time.monotonic() >= deadline:
+
+            async def fetch(left_s: float = left_s) -> list[Entry]:
+                return await self._stranded(pair) or await self._fresh(pair, count, left_s)
+
+            found = await self._take(pair, fetch)
+            deliveries = await self._deliver(pair, found)
+            if deliveries or (not found and time.monotonic() >= deadline):
                 return deliveries
 
     async def recover(self, stream: str, group: str) -> list[Delivery]:
-        return await self._accept(stream, group, await self._reclaim(stream, group, counted=True))
+        pair = (stream, group)
+        found = await self._take(pair, lambda: self._reclaim(pair, counted=True))
+        return await self._deliver(pair, found)
 
     async def claim(self, stream: str, group: str, count: int) -> list[Delivery]:
-        args = [group, self._consumer, int(self._limits.lease_s * 1000), count]
-        found = await self._stranded(stream, group)
-        found += await self._guarded(
-            stream, group, lambda: self._link.run(scripts.CLAIM, [self._keys.stream(stream)], args)
-        )
-        return await self._accept(stream, group, found)
+        pair = (stream, group)
+
+        async def fetch() -> list[Entry]:
+            args = [group, self._consumer, int(self._limits.lease_s * 1000), count]
+            keys = [self._keys.stream(stream)]
+            return await self._stranded(pair) or await self._guarded(
+                pair, lambda: self._link.run(scripts.CLAIM, keys, args)
+            )
+
+        while found := await self._take(pair, fetch):
+            if deliveries := await self._deliver(pair, found):
+                return deliveries
+        return []
 
     async def renew(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
         lost: list[Delivery] = []
@@ -131,22 +149,32 @@ class Inbox:
 
     # --- fetching entries -----------------------------------------------------------------------------------
 
-    async def _fresh(self, stream: str, group: str, count: int, block_s: float) -> list[Entry]:
-        key = self._keys.stream(stream)
-        command = ["XREADGROUP", "GROUP", group, self._consumer, "COUNT", count, *block_option(block_s)]
-        reply = await self._guarded(stream, group, lambda: self._link.call(*command, "STREAMS", key, ">"))
+    async def _take(self, pair: Pair, fetch: Callable[[], Awaitable[list[Entry]]]) -> list[Entry]:
+        """What `fetch` gives, held from now on. One at a time a pair: what one has fetched is no stranded
+        entry to another."""
+        async with self._locks[pair]:
+            found = await fetch()
+            self._held.setdefault(pair, set()).update(_id_of(entry) for entry in found)
+            return found
+
+    async def _fresh(self, pair: Pair, count: int, block_s: float) -> list[Entry]:
+        stream, group = pair
+        options = ("GROUP", group, self._consumer, "COUNT", count, *block_option(block_s))
+        place = ("STREAMS", self._keys.stream(stream), ">")
+        reply = await self._guarded(pair, lambda: self._link.call("XREADGROUP", *options, *place))
         return [[entry_id, fields, 1] for entry_id, fields in reply[0][1]] if reply else []
 
-    async def _stranded(self, stream: str, group: str) -> list[Entry]:
+    async def _stranded(self, pair: Pair) -> list[Entry]:
         """Entries handed out by the server that never arrived here; not a new attempt."""
-        if (stream, group) not in self._unsure:
+        if pair not in self._unsure:
             return []
-        found = await self._reclaim(stream, group, counted=False)
-        self._unsure.discard((stream, group))
+        found = await self._reclaim(pair, counted=False)
+        self._unsure.discard(pair)
         return found
 
-    async def _reclaim(self, stream: str, group: str, *, counted: bool) -> list[Entry]:
-        held = self._held.get((stream, group), set())
+    async def _reclaim(self, pair: Pair, *, counted: bool) -> list[Entry]:
+        stream, group = pair
+        held = self._held.get(pair, set())
         start = "-"
         found: list[Entry] = []
         while start:
@@ -155,36 +183,36 @@ class Inbox:
             def fetch(args: list[str | int] = args) -> Awaitable[Any]:
                 return self._link.run(scripts.RECLAIM, [self._keys.stream(stream)], args)
 
-            reply = await self._guarded(stream, group, fetch)
-            if not reply:
-                break
+            reply = await self._guarded(pair, fetch)
             start = cast(bytes, reply[0]).decode()
             found += reply[1]
         return found
 
-    async def _guarded(self, stream: str, group: str, fetch: Callable[[], Awaitable[Any]]) -> list[Any]:
-        """`fetch`, with the group made where it is missing. If what the server handed out may not have
+    async def _guarded(self, pair: Pair, fetch: Callable[[], Awaitable[Any]]) -> list[Any]:
+        """`fetch`, with the group made where it is missing. Where what the server handed out may not have
         arrived, the pair is unsure from now on."""
         losses = self._link.losses
+        arrived = False
         try:
-            return await fetch() or []
-        except MissingGroup:
-            await self._make_group(stream, group)
-            return await fetch() or []
-        except BaseException:
-            self._unsure.add((stream, group))
-            raise
+            try:
+                reply = await fetch()
+            except MissingGroup:
+                await self._make_group(pair)
+                reply = await fetch()
+            arrived = self._link.losses == losses
+            return reply or []
         finally:
-            if self._link.losses != losses:
-                self._unsure.add((stream, group))
+            if not arrived:
+                self._unsure.add(pair)
 
-    async def _make_group(self, stream: str, group: str) -> None:
+    async def _make_group(self, pair: Pair) -> None:
         """From the stream's beginning: what was sent before the group existed, or before the server forgot
         it, counts."""
-        if (stream, group) in self._held:
+        stream, group = pair
+        if pair in self._held:
             _log.warning("redis lost a consumer group, made again", stream=stream, group=group)
             self._counts["groups_lost"] += 1
-            self._held[stream, group].clear()
+            self._held[pair].clear()
         try:
             await self._link.call("XGROUP", "CREATE", self._keys.stream(stream), group, "0", "MKSTREAM")
         except BusError as error:
@@ -193,22 +221,33 @@ class Inbox:
 
     # --- entries to deliveries ------------------------------------------------------------------------------
 
-    async def _accept(self, stream: str, group: str, entries: list[Entry]) -> list[Delivery]:
-        held = self._held.setdefault((stream, group), set())
-        held.update(cast(bytes, entry[0]).decode() for entry in entries)
-        rule = stream_rule(stream)
-        deliveries: list[Delivery] = []
-        for raw_id, fields, attempt in entries:
-            entry_id, body = cast(bytes, raw_id).decode(), entry_body(fields)
-            message, reason = read_entry(stream, fields)
-            if message is not None and rule.limited and attempt > self._limits.max_attempts:
-                reason = (
-                    f"given up after {attempt - 1} attempts: its worker was lost each time, or never finished"
-                )
-            if message is None or reason:
-                await self.bury(stream, group, entry_id, body, attempt - 1 if message else attempt, reason)
-                continue
-            if attempt > 1:
-                self._counts["redelivered"] += 1
-            deliveries.append(Delivery(stream, group, entry_id, message, attempt, body))
-        return deliveries
+    async def _deliver(self, pair: Pair, entries: list[Entry]) -> list[Delivery]:
+        """Deliveries of what can be worked on; the rest becomes dead letters."""
+        try:
+            return [delivery for entry in entries if (delivery := await self._open(pair, entry)) is not None]
+        except BaseException:
+            # The caller gets none of them: the next read must bring them back.
+            self._held[pair].difference_update(_id_of(entry) for entry in entries)
+            self._unsure.add(pair)
+            raise
+
+    async def _open(self, pair: Pair, entry: Entry) -> Delivery | None:
+        stream, group = pair
+        entry_id, attempt = _id_of(entry), int(entry[2])
+        body = entry_body(entry[1])
+        message, reason = read_entry(stream, entry[1])
+        if message is not None and stream_rule(stream).limited and attempt > self._limits.max_attempts:
+            reason = (
+                f"given up after {attempt - 1} attempts: its worker was lost each time, or never finished"
+            )
+            attempt -= 1
+        if message is None or reason:
+            await self.bury(stream, group, entry_id, body, attempt, reason)
+            return None
+        if attempt > 1:
+            self._counts["redelivered"] += 1
+        return Delivery(stream, group, entry_id, message, attempt, body)
+
+
+def _id_of(entry: Entry) -> str:
+    return cast(bytes, entry[0]).decode()

@@ -19,6 +19,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from tlt_pipeline.bus.probe import (
+    AWAY,
+    REFUSALS,
     BusError,
     BusFull,
     RedisUnusable,
@@ -33,7 +35,6 @@ from tlt_pipeline.bus.scripts import Script
 __all__ = ["BusError", "BusFull", "Link", "MissingGroup", "RedisUnusable", "redact_url"]
 
 SOCKET_TIMEOUT_S = 30.0
-_AWAY = (rx.ConnectionError, rx.TimeoutError, OSError)
 _log: Any = structlog.get_logger("tlt.bus")
 
 
@@ -95,9 +96,9 @@ class Link:
         while True:
             try:
                 reply = await attempt()
-            except rx.AuthenticationError as error:
+            except (rx.AuthenticationError, rx.AuthorizationError, rx.InvalidResponse) as error:
                 raise refused(self._address, error) from None
-            except _AWAY as error:
+            except AWAY as error:
                 self._note_loss(error)
                 first_loss = first_loss or time.monotonic()
                 if time.monotonic() - first_loss >= self._patience_s:
@@ -136,9 +137,9 @@ class Link:
             try:
                 check_server(await self._send(("INFO",)), self._address)
                 return
-            except (rx.AuthenticationError, rx.ResponseError) as error:
+            except REFUSALS as error:
                 raise refused(self._address, error) from None
-            except _AWAY as error:
+            except AWAY as error:
                 if time.monotonic() >= deadline:
                     raise unreachable(self._address, timeout_s, error) from None
                 await asyncio.sleep(0.1)
@@ -170,6 +171,10 @@ def _translate(address: str, error: rx.ResponseError) -> BusError:
         return BusFull(
             f"Redis at {address} is at its maxmemory: raise redis.maxmemory_mb (its own server), or lower "
             "limits.queue_length"
+        )
+    if "MISCONF" in text:
+        return BusError(
+            f"Redis at {address} can't write to its disk: free some space there, then go on with --resume"
         )
     if "NOGROUP" in text:
         return MissingGroup(text)

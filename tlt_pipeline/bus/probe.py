@@ -11,10 +11,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import redis
+from redis import exceptions as rx
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 OLDEST_VERSION = (7, 0)
+REFUSALS = (rx.AuthenticationError, rx.AuthorizationError, rx.ResponseError, rx.InvalidResponse)
+AWAY = (rx.ConnectionError, rx.TimeoutError, OSError)
 
 
 class BusError(RuntimeError):
@@ -49,9 +52,9 @@ def probe(url: str, timeout_s: float) -> str:
         while True:
             try:
                 return check_server(client.execute_command("INFO"), address)
-            except (redis.AuthenticationError, redis.ResponseError) as error:
+            except REFUSALS as error:
                 raise refused(address, error) from None
-            except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+            except AWAY as error:
                 if time.monotonic() > deadline:
                     raise unreachable(address, timeout_s, error) from None
                 time.sleep(0.1)
@@ -105,14 +108,21 @@ def malformed(address: str) -> RedisUnusable:
 
 
 def refused(address: str, error: Exception) -> RedisUnusable:
+    if isinstance(error, rx.InvalidResponse):
+        return RedisUnusable(f"what answers at {address} is no Redis: correct redis.url or REDIS_URL")
     return RedisUnusable(
-        f"Redis at {address} refuses this client ({type(error).__name__}): give user and password in "
+        f"Redis at {address} refuses this client ({_text(error)}): give user and password in "
         "REDIS_URL as redis://user:password@host:port/0"
     )
 
 
 def unreachable(address: str, timeout_s: float, error: Exception) -> RedisUnusable:
     return RedisUnusable(
-        f"no Redis answers at {address} within {timeout_s:g} s ({type(error).__name__}): start one there, "
+        f"no Redis answers at {address} within {timeout_s:g} s ({_text(error)}): start one there, "
         "correct redis.url or REDIS_URL, or unset both for a server of the run's own"
     )
+
+
+def _text(error: Exception) -> str:
+    """redis-py names host and port in its errors, and no password."""
+    return " ".join(str(error).split())[:160] or type(error).__name__

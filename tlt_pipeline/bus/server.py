@@ -47,13 +47,14 @@ class RedisServer:
         self.pid = None if process is None else process.pid
         self._process = process
         self._lock = lock
+        self._owner = os.getpid()
         if self.owned:
             atexit.register(self.close)
 
     def close(self) -> None:
         """Ends an owned server (its data stays); nothing for another, or the second time."""
         process, self._process = self._process, None
-        if process is None:
+        if process is None or os.getpid() != self._owner:  # a forked child is not the one to end it
             return
         atexit.unregister(self.close)
         _end(process)
@@ -234,7 +235,7 @@ def _await_ready(process: subprocess.Popen[bytes], folder: Path, url: str, timeo
         try:
             return probe(url, 0.0)
         except RedisUnusable as error:
-            loading = "BusyLoading" in str(error)
+            loading = "loading the dataset" in str(error)
             if time.monotonic() > deadline + (_LOAD_S if loading else 0.0):
                 raise BusError(f"the run's own Redis does not come up: see {folder / 'redis.log'}") from error
         time.sleep(0.02)
