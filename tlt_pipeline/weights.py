@@ -25,6 +25,7 @@ from tlt_pipeline.messages import ModelKind, WeightsPublished
 from tlt_pipeline.models.checkpoint import load_decoder, load_drafter, save_decoder, save_drafter
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig
 from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.locate import ModelError
 from tlt_pipeline.models.tokenizer import Tokenizer
 
 _MANIFEST = "set.json"
@@ -208,8 +209,10 @@ class WeightStore:
                     f"remove the folder and go on from an older version"
                 )
             yield folder
-        except FileNotFoundError as error:  # pruned while it was read
-            raise self._missing(model, version) from error
+        except (FileNotFoundError, ModelError) as error:
+            if folder.exists():
+                raise
+            raise self._missing(model, version) from error  # pruned while it was read
 
     def _read(self, model: ModelKind, version: int) -> tuple[WeightsPublished, dict[str, tuple[int, str]]]:
         manifest = self.folder(model, version) / _MANIFEST
@@ -220,9 +223,7 @@ class WeightStore:
         except FileNotFoundError as error:
             raise self._missing(model, version) from error
         except (ValueError, KeyError) as error:
-            raise WeightsError(
-                f"{manifest} is damaged: remove its folder, go on from an older version"
-            ) from error
+            raise WeightsError(f"{manifest} is damaged: remove its folder, go on from an older version") from error
 
     def _missing(self, model: ModelKind, version: int) -> WeightsMissing:
         kept = self.versions(model)

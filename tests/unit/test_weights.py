@@ -1,15 +1,18 @@
 """Versioned weight sets: whole or not at all, never changed, checked when loaded."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tlt_pipeline.config import validate_config
 from tlt_pipeline.messages import decode, encode
 from tlt_pipeline.models.checkpoint import load_drafter, save_drafter
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig, initialize
@@ -126,6 +129,43 @@ def test_nothing_temporary_is_left_and_none_counts_as_a_version(store):
     ]
 
 
+def test_the_store_of_a_run_keeps_what_its_requests_may_ask_for(tmp_path):
+    settings = {"policy": {"model": "x"}, "task": {"sources": [{"type": "reasoning_gym", "name": "chain_sum"}]}}
+    config = validate_config({**settings, "max_staleness": 3, "weights": {"keep": 1}})
+    store = WeightStore.of_run(tmp_path, config)
+    for version in range(7):
+        publish(store, version)
+    assert store.root == tmp_path / "weights" and store.versions("policy") == [2, 3, 4, 5, 6]
+
+
+def test_readers_never_see_half_a_version(tmp_path):
+    """One thread publishes and prunes while another loads: every load is whole, or says that it is gone."""
+    store = WeightStore(tmp_path, keep=1)
+    publish(store, 0)
+    with ThreadPoolExecutor(1) as pool:
+        writer = pool.submit(lambda: [publish(store, version) for version in range(1, 20)])
+        loaded = set()
+        while not writer.done():
+            version = store.versions("policy")[-1]
+            try:
+                assert same(store.load_policy(version), make_policy(version))
+            except WeightsMissing:
+                continue
+            loaded.add(version)
+        writer.result()
+    assert loaded and store.versions("policy") == [19]
+
+
+def test_what_a_crashed_writer_left_is_removed_in_time(store):
+    publish(store, 1)
+    old, new = store.root / "policy" / ".tmp-old", store.root / "policy" / ".tmp-new"
+    for folder in (old, new):
+        folder.mkdir()
+    os.utime(old, (0, 0))
+    store.prune("policy")
+    assert not old.exists() and new.exists()
+
+
 def test_a_damaged_manifest_is_one_line(store):
     publish(store, 1)
     (store.folder("policy", 1) / "set.json").write_text('{"published": {')
@@ -153,9 +193,7 @@ def test_a_loaded_drafter_predicts_as_the_one_written(store):
     assert all(parameter.requires_grad for parameter in loaded.parameters())
 
 
-@pytest.mark.parametrize(
-    "name", ["lm_head.weight", "embed.weight", "norm.weight", "model.embed_tokens.weight"]
-)
+@pytest.mark.parametrize("name", ["lm_head.weight", "embed.weight", "norm.weight", "model.embed_tokens.weight"])
 def test_a_drafter_that_carries_frozen_tensors_is_refused_by_name(tmp_path, store, name):
     save_drafter(drafter_from_policy(make_policy()), tmp_path / "drafter")
     file = tmp_path / "drafter" / "model.safetensors"
