@@ -37,26 +37,38 @@ class Failure:
 
 def explain(error: BaseException) -> Failure:
     """Any exception as one line and an exit code."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
+    error = _first_of(error)
     line = " ".join(str(error).split())
     if isinstance(error, KeyboardInterrupt):
         return Failure(EXIT_INTERRUPTED, "interrupted", True)
     if isinstance(error, RunFatal):
         return Failure(EXIT_FATAL, line, True)
     if type(error).__module__.startswith(_OURS) and line:
-        code = int(getattr(error, "exit_code", EXIT_USER if isinstance(error, ValueError) else EXIT_FAILED))
-        return Failure(code, line, True)
+        return Failure(int(getattr(error, "exit_code", _code_of(error))), line, True)
     if isinstance(error, OSError):
         known = _explain_os(error)
         if known:
-            return Failure(EXIT_FAILED, known, True)
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            return Failure(EXIT_FATAL if full else EXIT_FAILED, known, True)
     if type(error).__module__.startswith("redis.") and type(error).__name__ in _REDIS_DOWN:
-        return Failure(
-            EXIT_FAILED, f"lost Redis ({line}): see that the server runs, then go on with --resume", True
-        )
+        return Failure(EXIT_FAILED, f"lost Redis ({line}): see that the server runs, then go on with --resume", True)
     name = type(error).__name__
     return Failure(EXIT_FAILED, f"unexpected {name}: {line}" if line else f"unexpected {name}", False)
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """Of a group the one that says most: one of ours where there is one."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    inner = [_first_of(part) for part in error.exceptions]
+    return next((part for part in inner if type(part).__module__.startswith(_OURS)), inner[0])
+
+
+def _code_of(error: BaseException) -> int:
+    """Ours that are ValueErrors: the user's; storage trouble: a restart won't mend it."""
+    if isinstance(error, ValueError):
+        return EXIT_USER
+    return EXIT_FATAL if isinstance(error, OSError) else EXIT_FAILED
 
 
 def _explain_os(error: OSError) -> str | None:

@@ -105,9 +105,7 @@ def learner(config: ServiceConfig = None, overrides: Overrides = None, run_dir: 
 
 
 @app.command()
-def rollout(
-    slot: Slot, config: ServiceConfig = None, overrides: Overrides = None, run_dir: RunDir = None
-) -> int:
+def rollout(slot: Slot, config: ServiceConfig = None, overrides: Overrides = None, run_dir: RunDir = None) -> int:
     """The process that writes answers on one slot."""
     from tlt_services.roles import serve
 
@@ -199,9 +197,12 @@ def models_fetch(name: Annotated[str, typer.Argument(metavar="NAME")]) -> int:
 @models_app.command("list")
 def models_list() -> int:
     """The models that `fetch` knows, and where fetched ones lie."""
-    from tlt_services.doctor import list_models
+    from tlt_pipeline.models.locate import FETCHABLE, fetched_folder
 
-    return list_models()
+    for model in FETCHABLE.values():
+        folder = fetched_folder(model.name)
+        typer.echo(f"{model.name}: {folder if folder.is_dir() else 'not fetched'} ({model.about})")
+    return 0
 
 
 @app.command()

@@ -61,9 +61,7 @@ def _line(check: Check) -> str:
 def check_python() -> list[Check]:
     fine = sys.version_info >= (3, 11)
     remedy = "" if fine else "install Python 3.11 or newer and make the environment with it"
-    return [
-        Check("python", "ok" if fine else "bad", f"{platform.python_version()} ({sys.executable})", remedy)
-    ]
+    return [Check("python", "ok" if fine else "bad", f"{platform.python_version()} ({sys.executable})", remedy)]
 
 
 def check_packages() -> list[Check]:
@@ -155,15 +153,12 @@ def check_devices() -> list[Check]:
     checks = [Check("device", "ok", f"torch {torch.__version__}: {', '.join(names) or 'CPU'}")]
     if not cuda and torch.version.cuda is not None:
         remedy = "install the driver that this torch needs, or its CPU build"
-        checks[0] = Check(
-            "device", "note", f"torch {torch.__version__} is a CUDA build, but sees no GPU", remedy
-        )
+        checks[0] = Check("device", "note", f"torch {torch.__version__} is a CUDA build, but sees no GPU", remedy)
     device = torch.device("cuda" if cuda else "cpu")
     rates = {name: measure_dtype(device, name) for name in ("float32", "bfloat16")}
     fast = max(rates, key=lambda name: rates[name][0])
     shown = "; ".join(
-        f"{name} {decode:.0f} µs a decode product, {rate:.0f} GFLOP/s"
-        for name, (rate, decode) in rates.items()
+        f"{name} {decode:.0f} µs a decode product, {rate:.0f} GFLOP/s" for name, (rate, decode) in rates.items()
     )
     checks.append(Check("dtype", "ok", f"{fast} is fast here ({shown})"))
     return checks

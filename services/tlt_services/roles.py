@@ -13,8 +13,8 @@ import structlog
 
 from tlt_pipeline.config import ConfigError, RunConfig, load_config
 from tlt_pipeline.messages import Role
-from tlt_pipeline.rundir import is_prepared, prepare_run_dir
 from tlt_pipeline.telemetry.logging import configure_logging
+from tlt_services.preparation import is_prepared, make_run
 
 _POLL_S = 0.2
 
@@ -24,7 +24,7 @@ def serve(role: Role, slot: str | None, config: Path | None, overrides: list[str
     settings = load_config(config, overrides) if config else None
     directory = _choose_run_dir(settings, run_dir, role)
     if role == "scheduler" and settings is not None and not is_prepared(directory):
-        prepare_run_dir(settings, directory)
+        make_run(settings, directory, fresh=False)
     number = None if slot is None else _choose_slot(slot, role, directory)
     module = importlib.import_module(f"tlt_services.{role.replace('-', '_')}")
     return int(module.main(directory, number))

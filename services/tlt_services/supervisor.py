@@ -134,8 +134,8 @@ class Supervisor:
         for child in self.children:
             self._spawn(child)
 
-    def check(self) -> bool:
-        """Notices ends, starts crashed services again. True once the scheduler ended well: the run is over.
+    def check(self, is_complete: Callable[[], bool]) -> bool:
+        """Notices ends, starts crashed services again. True once the scheduler ended well and the run is complete.
         Raises RunEnded."""
         for child in self.children:
             if child.process is None:
@@ -146,7 +146,7 @@ class Supervisor:
             if code is None:
                 continue
             self._kill_group(child)
-            if code == 0 and child.service.role == "scheduler":
+            if code == 0 and child.service.role == "scheduler" and is_complete():
                 return True
             self._handle_end(child, code)
         return False
@@ -175,9 +175,7 @@ class Supervisor:
             self._kill_group(child)
             if child.process is not None:
                 child.process.wait()
-        left = [
-            process for process in psutil.Process().children(recursive=True) if process.pid not in self.keep
-        ]
+        left = [process for process in psutil.Process().children(recursive=True) if process.pid not in self.keep]
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

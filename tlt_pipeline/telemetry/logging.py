@@ -40,7 +40,7 @@ def configure_logging(level: str = "info", *, tty: bool | None = None) -> None:
     structlog.configure(
         processors=[*shared, *last],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: structlog.WriteLogger(sys.stderr),  # the one of now: a live table may redirect it
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(sys.stderr)

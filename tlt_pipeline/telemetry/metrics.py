@@ -51,9 +51,7 @@ class Metrics:
         self._gauges: dict[str, Gauge] = {}
         for attribute, (name, text) in _COUNTERS.items():
             setattr(self, attribute, self._counter(name, text))
-        self._skipped = Counter(
-            "tlt:skipped", "Work left undone.", [*self._labels, "reason"], registry=self.registry
-        )
+        self._skipped = Counter("tlt:skipped", "Work left undone.", [*self._labels, "reason"], registry=self.registry)
         self._server: tuple[Any, threading.Thread] | None = None
 
     def _counter(self, name: str, text: str) -> Counter:

@@ -1,0 +1,64 @@
+"""What a finished run says: the numbers of summary.json as a compact table, and the commands that come next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def print_summary(summary: Mapping[str, Any], run_dir: Path, console: Console) -> None:
+    """Table, run directory, next commands. Plain text where the console is no terminal."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    table.add_column()
+    for label, value in summary_rows(summary):
+        table.add_row(label, value)
+    console.print(table)
+    console.print(f"run directory  {run_dir}", soft_wrap=True, highlight=False)
+    for about, command in next_commands(run_dir):
+        console.print(f"{about:<15}{command}", soft_wrap=True, highlight=False)
+
+
+def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    s = summary
+    rewards = [float(value) for value in s["reward_by_step"]]
+    idle, used = float(s["slot_idle_s"]), float(s["slot_idle_used_s"])
+    share = f", {used / idle:.0%} of it used for the drafter" if idle else ""
+    return [
+        ("steps", f"{s['steps']}, policy version {s['policy_version']}"),
+        ("reward", f"{s['reward_first']:.3f} → {s['reward_last']:.3f}  {sparkline(rewards)}"),
+        (
+            "drafter",
+            f"{s['drafter_versions_published']} versions, acceptance length "
+            f"{s['acceptance_length_first']:.2f} → {s['acceptance_length_last']:.2f}",
+        ),
+        ("time", f"{s['step_s']:.1f} s in steps: {s['rollout_s']:.1f} s rollout, {s['learner_s']:.1f} s learner"),
+        ("idle slots", f"{idle:.1f} s{share}"),
+        ("answers", f"{s['requests_trained']} trained of {s['requests_admitted']}, {s['dead_letters']} dead letters"),
+        ("answer length", f"p50 {s['answer_length_p50']}, p99 {s['answer_length_p99']} tokens"),
+    ]
+
+
+def next_commands(run_dir: Path) -> list[tuple[str, str]]:
+    return [
+        ("check answers", f"tlt replay {run_dir} --sample 32 --drafter none"),
+        ("curves", f"tensorboard --logdir {run_dir / 'tensorboard'}"),
+        ("go on", f"tlt run --resume {run_dir} steps=N"),
+    ]
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """A curve of at most `width` characters."""
+    if len(values) < 2:
+        return ""
+    if len(values) > width:
+        values = [values[round(index * (len(values) - 1) / (width - 1))] for index in range(width)]
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in values)
