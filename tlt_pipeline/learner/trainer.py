@@ -1,5 +1,5 @@
-"""GRPO: one RL step from completions to a better policy (DeepSeekMath, arXiv 2402.03300; the options of
-DAPO, arXiv 2503.14476).
+"""GRPO: one RL step from completions to a better policy (DeepSeekMath, arXiv 2402.03300; the options of DAPO,
+arXiv 2503.14476).
 
 **Which policy is the old one.** The surrogate compares the policy with the one that answers are held to come
 from:
@@ -16,8 +16,8 @@ from:
   importance weight corrects for their origin instead (decoupled, as in AReaL, arXiv 2505.24298).
 
 **Reproducible to the bit**, with the same number of threads: answers are sorted by request id and cut into
-micro-batches by length alone, and gradients are added up in that order. The state (weights, moments, counters)
-is all that a step depends on, so a resumed run goes on as if nothing had happened.
+micro-batches by length alone, and gradients are added up in that order. The state (weights, moments,
+counters) is all that a step depends on, so a resumed run goes on as if nothing had happened.
 """
 
 from __future__ import annotations
