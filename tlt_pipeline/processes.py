@@ -23,12 +23,10 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def bind_to_launcher() -> None:
-    """In a service: die with the launcher that is named in the environment, and take forked children
-    along."""
+    """In a service: die with the launcher that is named in the environment."""
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is not None:
         die_with_parent(int(parent))
-    os.register_at_fork(after_in_child=die_with_parent)
 
 
 def adopt_orphans() -> None:

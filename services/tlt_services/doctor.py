@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import typer
 from packaging.requirements import Requirement
@@ -154,22 +154,28 @@ def check_devices() -> list[Check]:
     if not cuda and torch.version.cuda is not None:
         remedy = "install the driver that this torch needs, or its CPU build"
         checks[0] = Check("device", "note", f"torch {torch.__version__} is a CUDA build, but sees no GPU", remedy)
-    device = torch.device("cuda" if cuda else "cpu")
+    return [*checks, check_dtype(torch.device("cuda" if cuda else "cpu"))]
+
+
+def check_dtype(device: Any) -> Check:
+    """What `dtype: auto` takes, against what is measured to be fast."""
+    from tlt_pipeline.models.dtypes import choose_dtype
+
     rates = {name: measure_dtype(device, name) for name in ("float32", "bfloat16")}
     fast = max(rates, key=lambda name: rates[name][0])
-    shown = "; ".join(
-        f"{name} {decode:.0f} µs a decode product, {rate:.0f} GFLOP/s" for name, (rate, decode) in rates.items()
-    )
-    checks.append(Check("dtype", "ok", f"{fast} is fast here ({shown})"))
-    return checks
+    chosen = str(choose_dtype("auto", device)).removeprefix("torch.")
+    shown = "; ".join(f"{name} {rate:.0f} GFLOP/s, {small:.0f} µs at 16 rows" for name, (rate, small) in rates.items())
+    if chosen == fast:
+        return Check("dtype", "ok", f"auto takes {chosen}, which is fast here ({shown})")
+    return Check("dtype", "note", f"auto takes {chosen} ({shown})", f"engine.dtype: {fast} may be faster here")
 
 
-def measure_dtype(device: object, name: str) -> tuple[float, float]:
+def measure_dtype(device: Any, name: str) -> tuple[float, float]:
     """GFLOP/s of a large product, and µs of one of 16 rows as in decoding."""
     import torch
 
     dtype = getattr(torch, name)
-    weight_NK = torch.randn(1024, 1024, dtype=torch.float32).to(device=device, dtype=dtype)  # type: ignore[call-overload]
+    weight_NK = torch.randn(1024, 1024, dtype=torch.float32).to(device=device, dtype=dtype)
     large_MK, small_MK = weight_NK.clone(), weight_NK[:16].clone()
     wait: Callable[[], object] = torch.cuda.synchronize if str(device) == "cuda" else lambda: None
     with torch.inference_mode():
