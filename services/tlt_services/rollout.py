@@ -41,7 +41,7 @@ from tlt_pipeline.messages import (
 from tlt_pipeline.models.dtypes import choose_device, choose_dtype
 from tlt_pipeline.models.tokenizer import Tokenizer, load_tokenizer
 from tlt_pipeline.rundir import RunDir
-from tlt_pipeline.tasks.verifiers import VerifierPool
+from tlt_pipeline.tasks.pool import VerifierPool
 from tlt_pipeline.weights import WeightStore
 
 GROUP = "rollout"
@@ -107,14 +107,13 @@ class RolloutWorker:
     async def start(cls, actor: Actor) -> RolloutWorker:
         """Loads the policy (and the drafter that speculation needs) and decides what this run may claim."""
         set_threads(actor)
-        store = WeightStore(RunDir(actor.run_dir).weights, actor.config.weights.keep)
+        store = WeightStore.of_run(actor.run_dir, actor.config)
         published = await actor.wait_for("the learner's first policy version", lambda: actor.bus.latest("policy"))
         assert isinstance(published, WeightsPublished)
         tokenizer = load_tokenizer(store.root / published.path)
         engine = await asyncio.to_thread(_build_engine, actor, store, tokenizer, published.version)
         actor.log.info("engine ready", claim=engine.claim, exact=engine.exact, policy_version=engine.policy_version)
         worker = cls(actor, store, tokenizer, engine)
-        worker.verifiers.start()
         if actor.config.engine.speculation.drafter == "eagle":
             await worker._load_first_drafter()
         return worker
@@ -135,7 +134,7 @@ class RolloutWorker:
         unfinished = [*self.work.held.values()]
         if unfinished:
             await self.bus.release(unfinished)
-        await self.verifiers.close()
+        await asyncio.to_thread(self.verifiers.close)
 
     # --- leases and requests --------------------------------------------------------------------------------------
 
@@ -288,19 +287,20 @@ class RolloutWorker:
     async def _load_policy(self, version: int) -> None:
         if version == self.engine.engine.policy_version:
             return
-        loaded = self.engine.engine.policy
-        policy = await asyncio.to_thread(self.store.load_policy, version)
-        weight = loaded.embed.weight
-        await self.engine.set_policy(policy.to(weight.device, weight.dtype), version)
+        weight = self.engine.engine.policy.embed.weight
+        policy = await asyncio.to_thread(self.store.load_policy, version, dtype=weight.dtype, device=weight.device)
+        await self.engine.set_policy(policy, version)
         self.actor.gauges["policy_version"] = version
 
     async def _load_drafter(self, published: WeightsPublished) -> None:
         if self.config.engine.speculation.drafter == "off":
             return
         policy = self.engine.engine.policy
-        drafter = await asyncio.to_thread(self.store.load_drafter, published, policy.config)
         weight = policy.embed.weight
-        self.engine.set_drafter(drafter.to(weight.device, weight.dtype), published.version)
+        drafter = await asyncio.to_thread(
+            self.store.load_drafter, published, policy.config, dtype=weight.dtype, device=weight.device
+        )
+        self.engine.set_drafter(drafter, published.version)
         self.actor.gauges["drafter_version"] = published.version
         self.actor.log.info("drafter loaded", drafter_version=published.version)
 
@@ -339,7 +339,7 @@ def set_threads(actor: Actor) -> None:
 def _build_engine(actor: Actor, store: WeightStore, tokenizer: Tokenizer, version: int) -> Engine:
     config = actor.config
     device = choose_device(config.engine.device)
-    policy = store.load_policy(version).to(device, choose_dtype(config.engine.dtype, device))
+    policy = store.load_policy(version, dtype=choose_dtype(config.engine.dtype, device), device=device)
     training = config.drafter.train.enabled and config.engine.speculation.drafter == "eagle"
     chunk = config.hidden_states.chunk_tokens if training else None
     return Engine(policy, version, tokenizer, config.engine, feature_chunk=chunk)
