@@ -14,6 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -26,6 +27,21 @@ class ConfigError(ValueError):
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_switches(cls, content: Any) -> Any:
+        """YAML 1.1 reads a bare on or off as a boolean; where a setting has that word, it is meant."""
+        if not isinstance(content, dict):
+            return content
+        given = cast(dict[str, Any], content)
+        return {key: _as_switch(cls.model_fields.get(key), value) for key, value in given.items()}
+
+
+def _as_switch(field: FieldInfo | None, value: Any) -> Any:
+    word = "on" if value is True else "off"
+    is_word = isinstance(value, bool) and field is not None and word in get_args(field.annotation)
+    return word if is_word else value
 
 
 class RedisConfig(Section):

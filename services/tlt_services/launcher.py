@@ -110,9 +110,9 @@ class Launcher:
         """No process of the run is left after this."""
         self._supervisor.kill()
         self._reader.close()
-        self._server.close()
         if self._server.owned:
             self._run.redis_url.unlink(missing_ok=True)
+        self._server.close()
 
     def _watch(self, progress: Progress) -> bool:
         """Until the run is complete (True) or is to be stopped."""
