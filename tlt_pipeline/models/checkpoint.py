@@ -31,9 +31,7 @@ _FROZEN = ("embed.", "embed_tokens.", "norm.", "lm_head.")
 _IGNORED = ("rotary_emb.inv_freq",)
 
 
-def load_decoder(
-    folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-) -> Decoder:
+def load_decoder(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
     """The folder's model. Raises ModelError if it is missing, torn, unsupported or unlike its config.json."""
     folder = Path(folder)
     config = read_config(folder)
@@ -141,8 +139,7 @@ def load_drafter(
     with _Tensors(folder) as stored:
         _refuse_frozen(stored.names, folder)
         state = {
-            name: stored.take(name).to(device=device, dtype=dtype, copy=True)
-            for name, _ in drafter.named_parameters()
+            name: stored.take(name).to(device=device, dtype=dtype, copy=True) for name, _ in drafter.named_parameters()
         }
         stored.refuse_left_over(tied=False)
     drafter.load_state_dict(state, strict=False, assign=True)
@@ -223,9 +220,7 @@ class _Tensors:
                 self._left.update(dict.fromkeys(opened.keys(), name))
         except (SafetensorError, OSError) as error:
             self._stack.close()
-            raise ModelError(
-                f"{self._folder}: weights can't be read ({error}): copy the model again"
-            ) from error
+            raise ModelError(f"{self._folder}: weights can't be read ({error}): copy the model again") from error
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -246,9 +241,7 @@ class _Tensors:
 
     def take(self, name: str) -> Tensor:
         if name not in self._left:
-            raise ModelError(
-                f"{self._folder}: the weights lack {name}: copy the model again, or fix config.json"
-            )
+            raise ModelError(f"{self._folder}: the weights lack {name}: copy the model again, or fix config.json")
         return self._files[self._left.pop(name)].get_tensor(name)
 
     def refuse_left_over(self, *, tied: bool) -> None:

@@ -163,9 +163,7 @@ class DecoderLayer(nn.Module):
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, ops: Ops) -> Tensor:
         heads, kv_heads, D = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        qk, v = ops.linear(x, self.qkv.weight, self.qkv.bias).split(
-            [(heads + kv_heads) * D, kv_heads * D], -1
-        )
+        qk, v = ops.linear(x, self.qkv.weight, self.qkv.bias).split([(heads + kv_heads) * D, kv_heads * D], -1)
         qk, v = qk.unflatten(-1, (-1, D)), v.unflatten(-1, (-1, D))
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat([self.q_norm(qk[..., :heads, :]), self.k_norm(qk[..., heads:, :])], -2)
@@ -200,9 +198,7 @@ class Decoder(nn.Module):
         """hidden [N, C] -> [N, V], in the model's dtype."""
         return linear(self.norm(hidden), self.lm_head.weight, None)
 
-    def forward(
-        self, tokens_BT: Tensor, positions_BT: Tensor | None = None, mask_BTT: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None, mask_BTT: Tensor | None = None) -> Tensor:
         """Plain causal forward: tokens [B, T] -> logits [B, T, V]."""
         if positions_BT is None:
             positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device).expand_as(tokens_BT)

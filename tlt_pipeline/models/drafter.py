@@ -21,9 +21,7 @@ class EagleDrafter(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         """`config` is the policy's: the drafter has its dimensions, one layer, no biases, no q/k norm."""
         super().__init__()
-        self.config = replace(
-            config, num_layers=1, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False
-        )
+        self.config = replace(config, num_layers=1, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layer = DecoderLayer(self.config)
         self.rope = Rope(self.config)

