@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import resource
-import signal
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.disk import file_size_limit
 from tlt_pipeline.blobs import BlobCorrupt, BlobMissing, BlobStore
 from tlt_pipeline.rundir import StorageError
 
@@ -19,19 +16,6 @@ from tlt_pipeline.rundir import StorageError
 @pytest.fixture
 def store(tmp_path: Path) -> BlobStore:
     return BlobStore(tmp_path / "blobs")
-
-
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """Writes past `size` bytes fail, as on a full disk (which root's own limits don't stop)."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_reads_what_was_written(store: BlobStore):
@@ -106,7 +90,7 @@ def test_a_pipe_in_the_blobs_place_does_not_hang(store: BlobStore):
 
 def test_full_disk_is_one_line_and_leaves_nothing(store: BlobStore):
     store.write("old", b"stays")
-    with file_size_limit(1000), pytest.raises(StorageError, match="no space left for .*new.*--resume"):
+    with file_size_limit(1000), pytest.raises(StorageError, match=r"no space left for .*new.*--resume"):
         store.write("new", bytes(100_000))
     assert store.names() == ["old"]
     assert store.bytes_used() == 5

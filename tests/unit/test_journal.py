@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from tests.disk import file_size_limit
 from tests.samples import completion, request
-from tests.unit.test_blobs import file_size_limit
 from tlt_pipeline.bus.journal import Journal, read_journal
 from tlt_pipeline.rundir import StorageError
 
@@ -108,7 +108,7 @@ def test_full_disk_is_one_line_and_the_rest_stays_readable(tmp_path: Path):
     with Journal(tmp_path) as journal:
         journal.append(request(1))
         size = next(tmp_path.glob("requests-*.bin")).stat().st_size
-        with file_size_limit(size + 100), pytest.raises(StorageError, match="no space left for .*--resume"):
+        with file_size_limit(size + 100), pytest.raises(StorageError, match=r"no space left for .*--resume"):
             journal.append(request(2, entry="x" * 1000))
         journal.append(request(3))  # space was freed
     with capture_logs() as logs:

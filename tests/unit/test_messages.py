@@ -126,7 +126,7 @@ def test_hostile_bytes_are_refused(body: bytes):
 def test_array_length_must_fit_its_bytes():
     content = request().model_dump(mode="python")
     content["prompt"]["length"] = 4
-    with pytest.raises(m.InvalidMessage, match="prompt.*4 × int32"):
+    with pytest.raises(m.InvalidMessage, match=r"prompt.*4 × int32"):
         m.decode(msgpack.packb(content))
 
 

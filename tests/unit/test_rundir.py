@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_blobs import file_size_limit
+from tests.disk import file_size_limit
 from tlt_pipeline.rundir import RunDir, RunDirError, StorageError, prepare_run_dir, write_atomic
 
 
@@ -67,7 +67,7 @@ def test_atomic_write_replaces(tmp_path: Path):
 def test_full_disk_keeps_the_old_file(tmp_path: Path):
     path = tmp_path / "summary.json"
     write_atomic(path, "old")
-    with file_size_limit(100), pytest.raises(StorageError, match="no space left for .*summary.json"):
+    with file_size_limit(100), pytest.raises(StorageError, match=r"no space left for .*summary.json"):
         write_atomic(path, "x" * 10_000)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["summary.json"]

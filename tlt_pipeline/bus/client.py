@@ -50,7 +50,7 @@ class Bus:
         """Raises RedisUnusable (a BusError and ValueError; one line with the remedy): malformed URL, nobody
         there within `connect_timeout_s`, refused, older than 7.0."""
         patience_s = 2 * limits.worker_timeout_s
-        link = await Link.open(url, consumer, connect_timeout_s=connect_timeout_s, patience_s=patience_s)
+        link = await Link.open(url, connect_timeout_s=connect_timeout_s, patience_s=patience_s)
         return cls(link, run_id, limits, consumer)
 
     async def close(self) -> None:
@@ -58,9 +58,7 @@ class Bus:
 
     # --- sending --------------------------------------------------------------------------------------------
 
-    async def submit(
-        self, stream: str, message: m.Message, dedupe_id: str
-    ) -> Literal["queued", "duplicate", "full"]:
+    async def submit(self, stream: str, message: m.Message, dedupe_id: str) -> Literal["queued", "duplicate", "full"]:
         """Adds the message unless `dedupe_id` was submitted within a day or the stream is at
         limits.queue_length."""
         keys = [self._keys.stream(stream), self._keys.seen(stream, dedupe_id)]
@@ -80,9 +78,7 @@ class Bus:
     async def broadcast(self, stream: str, message: m.Message, latest: str) -> None:
         """For subscribers (`listen`), the last few kept, and under `latest` for those who come late."""
         keys = [self._keys.stream(stream), self._keys.call(uuid.uuid4().hex), self._keys.latest(latest)]
-        await self._link.run(
-            scripts.BROADCAST, keys, [encode_for(stream, message), BROADCAST_LENGTH, CALL_TTL_S]
-        )
+        await self._link.run(scripts.BROADCAST, keys, [encode_for(stream, message), BROADCAST_LENGTH, CALL_TTL_S])
 
     # --- receiving work -------------------------------------------------------------------------------------
 
@@ -124,14 +120,14 @@ class Bus:
             self._inbox.forget(batch)
 
     async def complete(self, delivery: Delivery, stream: str, result: m.Message) -> bool:
-        """Acknowledges the delivery and adds its result to `stream` in one step. False: it was settled
-        before, by another worker or an earlier try, and nothing was added. Raises BusFull with nothing
-        done."""
+        """Acknowledges the delivery and adds its result to `stream` in one step. False: another worker has
+        settled it before, and nothing was added. Raises BusFull with nothing done."""
         rule = stream_rule(delivery.stream)
-        keys = [self._keys.stream(delivery.stream), self._keys.stream(stream)]
+        call = self._keys.call(uuid.uuid4().hex)
+        keys = [self._keys.stream(delivery.stream), self._keys.stream(stream), call]
         args = [delivery.group, delivery.entry_id, rule.removal, encode_for(stream, result)]
         reply: bytes = await self._link.run(
-            scripts.COMPLETE, keys, [*args, self._limits.queue_length, *rule.groups]
+            scripts.COMPLETE, keys, [*args, self._limits.queue_length, CALL_TTL_S, *rule.groups]
         )
         if reply == b"full":
             raise self._full(stream)
@@ -163,9 +159,7 @@ class Bus:
         args = [token, self._tokens.get(state_key, ""), state, packed]
         reply = cast(bytes, await self._link.run(scripts.COMMIT, keys, args)).decode()
         if reply == "fenced":
-            raise BusError(
-                f"another process keeps the {state_key} state of this run now: stop one of the two"
-            )
+            raise BusError(f"another process keeps the {state_key} state of this run now: stop one of the two")
         if reply.startswith("full "):
             raise self._full(reply.removeprefix(f"full {self._keys.stream('')}"))
         self._tokens[state_key] = token

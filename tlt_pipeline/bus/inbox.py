@@ -52,9 +52,7 @@ def block_option(seconds: float) -> tuple[str | int, ...]:
 class Inbox:
     """Reads for one consumer. The public meaning of each method is on `Bus`."""
 
-    def __init__(
-        self, link: Link, keys: Keys, limits: LimitsConfig, consumer: str, counts: Counter[str]
-    ) -> None:
+    def __init__(self, link: Link, keys: Keys, limits: LimitsConfig, consumer: str, counts: Counter[str]) -> None:
         self._link = link
         self._keys = keys
         self._limits = limits
@@ -117,9 +115,7 @@ class Inbox:
             await self._link.run(scripts.RELEASE, [self._keys.stream(stream)], args)
             self.forget(batch)
 
-    async def bury(
-        self, stream: str, group: str, entry_id: str, body: bytes, attempts: int, reason: str
-    ) -> None:
+    async def bury(self, stream: str, group: str, entry_id: str, body: bytes, attempts: int, reason: str) -> None:
         """To `dead_letters`; `group` empty where a plain reader found it, which has nothing to
         acknowledge."""
         letter = letter_for(stream, entry_id, body, attempts, reason)
@@ -237,9 +233,7 @@ class Inbox:
         body = entry_body(entry[1])
         message, reason = read_entry(stream, entry[1])
         if message is not None and stream_rule(stream).limited and attempt > self._limits.max_attempts:
-            reason = (
-                f"given up after {attempt - 1} attempts: its worker was lost each time, or never finished"
-            )
+            reason = f"given up after {attempt - 1} attempts: its worker was lost each time, or never finished"
             attempt -= 1
         if message is None or reason:
             await self.bury(stream, group, entry_id, body, attempt, reason)

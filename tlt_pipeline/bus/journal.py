@@ -142,9 +142,7 @@ def _message(path: Path, offset: int, body: bytes) -> AnyMessage | None:
     try:
         return decode(body)
     except InvalidMessage as error:
-        _log.warning(
-            "journal: skipped a frame that is no message", file=path.name, offset=offset, reason=str(error)
-        )
+        _log.warning("journal: skipped a frame that is no message", file=path.name, offset=offset, reason=str(error))
         return None
 
 

@@ -18,18 +18,7 @@ from redis import exceptions as rx
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from tlt_pipeline.bus.probe import (
-    AWAY,
-    REFUSALS,
-    BusError,
-    BusFull,
-    RedisUnusable,
-    check_server,
-    malformed,
-    redact_url,
-    refused,
-    unreachable,
-)
+from tlt_pipeline.bus.probe import AWAY, BusError, BusFull, RedisUnusable, probe, redact_url, refused
 from tlt_pipeline.bus.scripts import Script
 
 __all__ = ["BusError", "BusFull", "Link", "MissingGroup", "RedisUnusable", "redact_url"]
@@ -53,21 +42,11 @@ class Link:
         self.losses = 0
 
     @classmethod
-    async def open(cls, url: str, name: str, *, connect_timeout_s: float, patience_s: float) -> Link:
+    async def open(cls, url: str, *, connect_timeout_s: float, patience_s: float) -> Link:
         """Raises RedisUnusable: malformed URL, unreachable for `connect_timeout_s`, refused, older than
         7.0."""
-        address = redact_url(url)
-        link = cls(_client(url, address, name), address, patience_s)
-        try:
-            async with asyncio.timeout(connect_timeout_s + 1.0):
-                await link._check(connect_timeout_s)
-        except TimeoutError as error:
-            await link.close()
-            raise unreachable(address, connect_timeout_s, error) from None
-        except BaseException:
-            await link.close()
-            raise
-        return link
+        await asyncio.to_thread(probe, url, connect_timeout_s)
+        return cls(_client(url), redact_url(url), patience_s)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -131,36 +110,19 @@ class Link:
             self._lost_at = None
             _log.info("redis answers again", redis=self._address, away_s=away_s)
 
-    async def _check(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                check_server(await self._send(("INFO",)), self._address)
-                return
-            except REFUSALS as error:
-                raise refused(self._address, error) from None
-            except AWAY as error:
-                if time.monotonic() >= deadline:
-                    raise unreachable(self._address, timeout_s, error) from None
-                await asyncio.sleep(0.1)
 
-
-def _client(url: str, address: str, name: str) -> Any:
+def _client(url: str) -> Any:
     factory: Any = redis.asyncio.Redis
-    try:
-        client = factory.from_url(
-            url,
-            protocol=2,
-            decode_responses=False,
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=SOCKET_TIMEOUT_S,
-            socket_connect_timeout=5.0,
-            max_connections=512,
-            client_name=name,
-            driver_info=None,
-        )
-    except (ValueError, TypeError):
-        raise malformed(address) from None
+    client = factory.from_url(
+        url,
+        protocol=2,
+        decode_responses=False,
+        retry=Retry(NoBackoff(), 0),
+        socket_timeout=SOCKET_TIMEOUT_S,
+        socket_connect_timeout=5.0,
+        max_connections=512,
+        driver_info=None,  # no CLIENT SETINFO: an access list may forbid it
+    )
     client.response_callbacks.clear()  # replies stay as RESP2 gives them, whatever redis-py makes of them
     return client
 
@@ -173,9 +135,7 @@ def _translate(address: str, error: rx.ResponseError) -> BusError:
             "limits.queue_length"
         )
     if "MISCONF" in text:
-        return BusError(
-            f"Redis at {address} can't write to its disk: free some space there, then go on with --resume"
-        )
+        return BusError(f"Redis at {address} can't write to its disk: free some space there, then go on with --resume")
     if "NOGROUP" in text:
         return MissingGroup(text)
     return BusError(f"Redis at {address} refuses a command: {text[:200]}")

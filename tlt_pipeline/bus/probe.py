@@ -93,8 +93,7 @@ def check_server(info: bytes, address: str) -> str:
     policy = facts.get("maxmemory_policy", "noeviction")
     if policy.startswith("allkeys"):
         raise RedisUnusable(
-            f"Redis at {address} drops work when its memory is full (maxmemory-policy {policy}): set "
-            "it to noeviction"
+            f"Redis at {address} drops work when its memory is full (maxmemory-policy {policy}): set it to noeviction"
         )
     return f"Valkey {facts['valkey_version']}" if "valkey_version" in facts else f"Redis {version}"
 

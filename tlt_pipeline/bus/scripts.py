@@ -114,17 +114,19 @@ return 1
 """,
 )
 
-# KEYS source, target; ARGV group, id, removal, result, bound, groups…
+# KEYS source, target, call; ARGV group, id, removal, result, bound, ttl_s, groups…
 COMPLETE = Script(
     "complete",
     _REFUSED_AT_OOM
     + _PENDING
     + _SETTLE
     + """
+if redis.call('EXISTS', KEYS[3]) == 1 then return 'done' end
 if not is_pending(KEYS[1], ARGV[1], ARGV[2]) then return 'settled' end
 if redis.call('XLEN', KEYS[2]) >= tonumber(ARGV[5]) then return 'full' end
 redis.call('XADD', KEYS[2], '*', 'b', ARGV[4])
-settle(KEYS[1], ARGV[1], ARGV[3], {unpack(ARGV, 6)}, {ARGV[2]})
+redis.call('SET', KEYS[3], '1', 'EX', ARGV[6])
+settle(KEYS[1], ARGV[1], ARGV[3], {unpack(ARGV, 7)}, {ARGV[2]})
 return 'done'
 """,
 )

@@ -41,24 +41,38 @@ class RedisServer:
     """A Redis to use. `owned`: started here, ends with `close`, at exit, or when this process dies; `pid` is
     its. A context manager."""
 
-    def __init__(self, url: str, process: subprocess.Popen[bytes] | None = None, lock: int = -1) -> None:
+    def __init__(self, url: str, own: _OwnServer | None = None) -> None:
         self.url = url
-        self.owned = process is not None
-        self.pid = None if process is None else process.pid
-        self._process = process
-        self._lock = lock
-        self._owner = os.getpid()
-        if self.owned:
+        self._own = own
+        self._maker = os.getpid()
+        if own is not None:
             atexit.register(self.close)
+
+    @property
+    def owned(self) -> bool:
+        return self._own is not None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._own is None else self._own.process.pid
+
+    def revive(self) -> bool:
+        """Starts an owned server again, with its data, if it has ended (killed, say, for memory); False where
+        there was nothing to do. Clients wait for it. Raises BusError, StorageError."""
+        if self._own is None or self._own.process.poll() is None:
+            return False
+        _log.warning("redis ended, starting it again", code=self._own.process.returncode)
+        self._own.start()
+        return True
 
     def close(self) -> None:
         """Ends an owned server (its data stays); nothing for another, or the second time."""
-        process, self._process = self._process, None
-        if process is None or os.getpid() != self._owner:  # a forked child is not the one to end it
+        own = self._own
+        if own is None or os.getpid() != self._maker:  # a forked child is not the one to end it
             return
+        self._own = None
         atexit.unregister(self.close)
-        _end(process)
-        os.close(self._lock)
+        own.end()
 
     def __enter__(self) -> Self:
         return self
@@ -95,20 +109,13 @@ def start_redis(binary: Binary, config: RedisConfig, directory: Path) -> RedisSe
     with storing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-    lock = _lock(folder)
+    own = _OwnServer(binary, config, folder, _lock(folder))
     try:
-        socket = _socket_path(folder)
-        process = _spawn(binary, config, folder, socket, lock)
-        try:
-            said = _await_ready(process, folder, f"unix://{socket}", config.connect_timeout_s)
-        except BaseException:
-            _end(process)
-            raise
+        own.start()
     except BaseException:
-        os.close(lock)
+        own.unlock()
         raise
-    _log.info("redis started", server=said, socket=str(socket), pid=process.pid)
-    return RedisServer(f"unix://{socket}", process, lock)
+    return RedisServer(own.url, own)
 
 
 def describe_redis(config: RedisConfig | None = None) -> str:
@@ -196,52 +203,86 @@ def _socket_path(folder: Path) -> Path:
     return far / "redis.sock"
 
 
-def _spawn(
-    binary: Binary, config: RedisConfig, folder: Path, socket: Path, lock: int
-) -> subprocess.Popen[bytes]:
-    options = {
-        "port": "0",
-        "unixsocket": str(socket),
-        "unixsocketperm": "700",
-        "dir": str(folder),
-        "daemonize": "no",
-        "appendonly": "yes",
-        "appendfsync": "everysec",
-        "save": "",
-        "maxmemory": f"{config.maxmemory_mb}mb",
-        "maxmemory-policy": "noeviction",
-    }
-    command = [str(binary.path)]
-    for name, value in options.items():
-        command += [f"--{name}", value]
-    # A session of its own: Ctrl-C must reach the workers, which drain, and not the server.
-    with storing(folder), (folder / "redis.log").open("wb") as log:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd=folder,
-            start_new_session=True,
-            pass_fds=(lock,),
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),
-        )
+class _OwnServer:
+    def __init__(self, binary: Binary, config: RedisConfig, folder: Path, lock: int) -> None:
+        self._binary = binary
+        self._config = config
+        self._folder = folder
+        self._lock = lock
+        self._log_path = folder / "redis.log"
+        self.process: subprocess.Popen[bytes]
 
+    @property
+    def url(self) -> str:
+        return f"unix://{self._socket}"
 
-def _await_ready(process: subprocess.Popen[bytes], folder: Path, url: str, timeout_s: float) -> str:
-    """Name and version, once the server answers; loading the data of a resume may take longer."""
-    deadline = time.monotonic() + timeout_s
-    while process.poll() is None:
+    def start(self) -> None:
+        self._socket = _socket_path(self._folder)
+        # A session of its own: Ctrl-C must reach the workers, which drain, and not the server.
+        with storing(self._log_path), self._log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._folder,
+                start_new_session=True,
+                pass_fds=(self._lock,),
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
+            )
         try:
-            return probe(url, 0.0)
-        except RedisUnusable as error:
-            loading = "loading the dataset" in str(error)
-            if time.monotonic() > deadline + (_LOAD_S if loading else 0.0):
-                raise BusError(f"the run's own Redis does not come up: see {folder / 'redis.log'}") from error
-        time.sleep(0.02)
-    raise BusError(
-        f"the run's own Redis ended at once ({_last_words(folder / 'redis.log')}): see {folder / 'redis.log'}"
-    )
+            said = self._await_ready()
+        except BaseException:
+            self._stop()
+            raise
+        _log.info("redis started", server=said, socket=str(self._socket), pid=self.process.pid)
+
+    def end(self) -> None:
+        self._stop()
+        self.unlock()
+
+    def unlock(self) -> None:
+        os.close(self._lock)
+
+    def _command(self) -> list[str]:
+        options = {
+            "port": "0",
+            "unixsocket": str(self._socket),
+            "unixsocketperm": "700",
+            "dir": str(self._folder),
+            "daemonize": "no",
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "save": "",
+            "maxmemory": f"{self._config.maxmemory_mb}mb",
+            "maxmemory-policy": "noeviction",
+        }
+        return [
+            str(self._binary.path),
+            *(word for name, value in options.items() for word in (f"--{name}", value)),
+        ]
+
+    def _await_ready(self) -> str:
+        """Name and version, once the server answers; loading the data of a resume may take longer."""
+        deadline = time.monotonic() + self._config.connect_timeout_s
+        while self.process.poll() is None:
+            try:
+                return probe(self.url, 0.0)
+            except RedisUnusable as error:
+                loading = "loading the dataset" in str(error)
+                if time.monotonic() > deadline + (_LOAD_S if loading else 0.0):
+                    raise BusError(f"the run's own Redis does not come up: see {self._log_path}") from error
+            time.sleep(0.02)
+        raise BusError(f"the run's own Redis ended at once ({_last_words(self._log_path)}): see {self._log_path}")
+
+    def _stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            _log.warning("redis did not end in time, killed", seconds=_STOP_S)
+            self.process.kill()
+            self.process.wait()
 
 
 def _last_words(log: Path) -> str:
@@ -249,13 +290,3 @@ def _last_words(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     warnings = [line.split(" # ", 1)[1] for line in lines if " # " in line]
     return (warnings or lines or ["it said nothing"])[-1][:200]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        _log.warning("redis did not end in time, killed", seconds=_STOP_S)
-        process.kill()
-        process.wait()
