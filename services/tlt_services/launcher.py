@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import structlog
 import typer
 from rich.console import Console
@@ -155,14 +154,11 @@ class Launcher:
 
     def _look_at_redis(self) -> None:
         """Starts the run's own Redis again where it died; its log of writes brings the state back."""
-        if self._server.owned and not _is_alive(self._server.pid):
-            if self._redis_restarts >= self._config.limits.max_restarts:
-                raise RunEnded(f"the run's Redis keeps ending: see {self._run.redis / 'redis.log'}", EXIT_FAILED)
+        if self._server.revive():
             self._redis_restarts += 1
-            _log.warning("redis ended, starting it again", restarts=self._redis_restarts)
-            self._server.close()
-            self._server = find_or_start_redis(self._config.redis, self._run.redis)
             self._supervisor.keep = _pids(self._server)
+            if self._redis_restarts > self._config.limits.max_restarts:
+                raise RunEnded(f"the run's Redis keeps ending: see {self._run.redis / 'redis.log'}", EXIT_FAILED)
         silent_s = time.monotonic() - self._reader.last_answer
         if silent_s > 4 * self._config.limits.worker_timeout_s:
             raise RunEnded(
@@ -202,11 +198,3 @@ def _modified(path: Path) -> int | None:
 
 def _pids(server: RedisServer) -> frozenset[int]:
     return frozenset() if server.pid is None else frozenset({server.pid})
-
-
-def _is_alive(pid: int | None) -> bool:
-    """A child that ended and wasn't waited for counts as gone."""
-    try:
-        return pid is not None and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
