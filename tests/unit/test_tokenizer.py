@@ -10,7 +10,7 @@ from tlt_pipeline.models.locate import ModelError
 from tlt_pipeline.models.tokenizer import Tokenizer, character_tokenizer, load_tokenizer
 
 CHATML = (
-    "{% for m in messages %}{% if loop.first and m.role != 'system' %}{{ 'sys\n' }}{% endif %}"
+    "{% for m in messages %}\n  {% if loop.first and m.role != 'system' %}{{ 'sys\n' }}{% endif %}"
     "{{ m['role'] + ':' + m['content'] | trim }}\n{% endfor %}{% if add_generation_prompt %}{{ 'bot:' }}{% endif %}"
 )
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 :+=\n<>é"
