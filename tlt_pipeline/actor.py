@@ -30,7 +30,7 @@ import uvloop
 
 from tlt_pipeline.bus.client import Bus
 from tlt_pipeline.bus.link import BusError, BusFull, redact_url
-from tlt_pipeline.config import RunConfig, load_config
+from tlt_pipeline.config import ConfigError, RunConfig, load_config
 from tlt_pipeline.failures import (
     EXIT_FAILED,
     EXIT_FATAL,
@@ -131,9 +131,7 @@ def run_service(role: Role, slot: int | None, run_dir: Path, main: Callable[[Act
     return uvloop.run(run_actor(role, slot, run_dir, main))
 
 
-async def run_actor(
-    role: Role, slot: int | None, run_dir: Path, main: Callable[[Actor], Awaitable[None]]
-) -> int:
+async def run_actor(role: Role, slot: int | None, run_dir: Path, main: Callable[[Actor], Awaitable[None]]) -> int:
     """Runs `main` with everything around it; the process's exit code: 0 done or drained, 2 the user's fault,
     3 the run can't go on (RunFailed was sent in both cases), 1 anything else (a supervisor may start it
     again)."""
@@ -169,6 +167,10 @@ async def _enter(actor: Actor, stack: contextlib.AsyncExitStack) -> None:
         lambda: (where / "run_id").is_file() and (where / "config.yaml").is_file(),
     )
     actor.config = load_config(where / "config.yaml")
+    if actor.slot is not None and actor.slot >= actor.config.slots.count:
+        raise ConfigError(
+            f"--slot {actor.slot}: this run has slots 0 to {actor.config.slots.count - 1}, raise slots.count for more"
+        )
     actor.run_id = (where / "run_id").read_text().strip()
     configure_logging(os.environ.get("TLT_LOG_LEVEL", actor.config.telemetry.log_level))
     actor.redis_url = await _find_redis(actor)
