@@ -74,9 +74,7 @@ class BlobStore:
         except FileNotFoundError:
             raise BlobMissing(f"blob {ref.name} is not in {self.root}") from None
         except OSError as error:
-            raise BlobCorrupt(
-                f"blob {ref.name} can't be opened as a regular file: {error.strerror}"
-            ) from error
+            raise BlobCorrupt(f"blob {ref.name} can't be opened as a regular file: {error.strerror}") from error
         with os.fdopen(descriptor, "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):

@@ -93,9 +93,7 @@ class RunDir:
         except (FileNotFoundError, NotADirectoryError):
             found = ""
         if not found:
-            raise RunDirError(
-                f"{self.root} holds no run: give the directory of one, or start it with `tlt run CONFIG`"
-            )
+            raise RunDirError(f"{self.root} holds no run: give the directory of one, or start it with `tlt run CONFIG`")
         return found
 
 
@@ -105,9 +103,7 @@ def prepare_run_dir(path: str | Path, name: str, *, fresh: bool = False) -> RunD
     Raises RunDirError: not writable, a file is in the way, or it holds a run already and must be `fresh`."""
     run = RunDir(Path(path).absolute())
     if fresh and run.run_id_file.exists():
-        raise RunDirError(
-            f"{run.root} holds a run already: go on with it (--resume), or name another --run-dir"
-        )
+        raise RunDirError(f"{run.root} holds a run already: go on with it (--resume), or name another --run-dir")
     try:
         for folder in _FOLDERS:
             (run.root / folder).mkdir(parents=True, exist_ok=True)
@@ -165,9 +161,7 @@ def explain_storage(path: Path, error: OSError) -> StorageError:
     if error.errno in _FULL:
         return StorageError(f"no space left for {path}: free some, then go on with --resume")
     if error.errno in _FORBIDDEN:
-        return StorageError(
-            f"not allowed to write or read {path}: see to its permissions, then go on with --resume"
-        )
+        return StorageError(f"not allowed to write or read {path}: see to its permissions, then go on with --resume")
     return StorageError(f"{path}: {error.strerror or error}: see to the disk, then go on with --resume")
 
 

