@@ -133,6 +133,12 @@ def scalars_of(record: StepRecord) -> dict[str, float]:
     return scalars
 
 
+def step_facts(record: StepRecord) -> dict[str, float]:
+    """For a line in the log."""
+    names = ("reward", "acceptance_length", "rollout_s", "learner_s", "step_s")
+    return {"step": record.step, **{name: round(getattr(record, name), 3) for name in names}}
+
+
 def _open_scalars(run: RunDir) -> Any:
     from tensorboard.summary import Writer  # TensorBoard's own writer: it needs no torch
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from tlt_pipeline import messages as m
 from tlt_pipeline.actor import Actor, run_service
 from tlt_pipeline.blobs import BlobStore, open_hidden_states
-from tlt_pipeline.bus import BusFull, Delivery, Outgoing
+from tlt_pipeline.bus import BusError, BusFull, Delivery, Outgoing
 from tlt_pipeline.bus.journal import Journal
 from tlt_pipeline.models.tokenizer import load_tokenizer
 from tlt_pipeline.rundir import RunDir
@@ -41,13 +41,15 @@ from tlt_pipeline.scheduling.status import STATUS_KEY, status_of, waiting_for
 from tlt_pipeline.scheduling.waiting import is_over
 from tlt_pipeline.tasks.mix import TaskMix
 from tlt_services.orders import event_of, order_of
-from tlt_services.run_log import RunLog
+from tlt_services.run_log import RunLog, step_facts
 from tlt_services.step_requests import RequestWriter
 
 GROUP = "scheduler"
 STATE_KEY = "scheduler"
 _QUEUES = (m.EVENTS, m.COMPLETIONS, m.HIDDEN_STATES, m.DEAD_LETTERS)
 _TICK_S = 0.1
+_COMMIT_S = 1.0
+"""At least so often, also when nothing happens: a scheduler that another one has replaced notices by it."""
 _STATUS_S = 0.5
 _SAY_AGAIN_S = 15.0
 
@@ -89,6 +91,7 @@ class Scheduler:
         self.journal = Journal(self.run_folder.journal)
         self.arrived: asyncio.Queue[list[Arrival]] = asyncio.Queue(maxsize=8)
         self.writer: RequestWriter | None = None
+        self.committed_at = -_COMMIT_S
         self.shown_at = 0.0
         self.said = ("", 0.0)
 
@@ -100,7 +103,6 @@ class Scheduler:
         settings = Settings.of(config, len(tasks.held_out()) if config.task.eval_every else 0)
         blobs, log = open_hidden_states(config.hidden_states, run), RunLog(run, config)
         saved = await actor.bus.load_state(STATE_KEY)
-        await actor.bus.load_state(STATUS_KEY)  # from here on it is this process's to write
         if saved is None:
             _clear(blobs)
             known = max((record.drafter_version for record in log.read().values()), default=0)
@@ -176,7 +178,7 @@ class Scheduler:
             await self._commit(before, [], self._shutdowns("the run can't go on: the scheduler's log says why"))
             raise
         self.state = state
-        if acks or commands or len(events) > 1:
+        if acks or commands or time.monotonic() - self.committed_at > _COMMIT_S:
             await self._commit(state, acks, appends)
         for command in commands:
             if isinstance(command, e.Fail):
@@ -195,6 +197,7 @@ class Scheduler:
 
         if not await commit():
             await self.actor.wait_for("room in the queues (are the workers running?)", commit)
+        self.committed_at = time.monotonic()
 
     # --- carrying out ---------------------------------------------------------------------------------------
 
@@ -207,7 +210,9 @@ class Scheduler:
                     appends += await self._write_requests(command)
                 case e.RecordStep():
                     await asyncio.to_thread(self.run_log.append, command.record)
-                    self._log_step(command)
+                    self.actor.log.info("step done", **step_facts(command.record))
+                    self.actor.metrics.set("step", command.record.step + 1)
+                    self.actor.metrics.set("reward", command.record.reward)
                 case e.DropShards():
                     await asyncio.to_thread(self._delete_blobs, command.blobs)
                 case e.Note():
@@ -257,21 +262,6 @@ class Scheduler:
 
     # --- what others see ------------------------------------------------------------------------------------
 
-    def _log_step(self, command: e.RecordStep) -> None:
-        record = command.record
-        self.actor.log.info(
-            "step done",
-            step=record.step,
-            reward=round(record.reward, 4),
-            acceptance_length=round(record.acceptance_length, 3),
-            rollout_s=round(record.rollout_s, 2),
-            learner_s=round(record.learner_s, 2),
-            step_s=round(record.step_s, 2),
-        )
-        self.actor.metrics.set("step", record.step + 1)
-        self.actor.metrics.set("reward", record.reward)
-        self.actor.metrics.set("policy_version", record.policy_version)
-
     async def _show(self, *, last: bool = False) -> None:
         now = time.time()
         if now - self.shown_at < _STATUS_S and not last:
@@ -279,11 +269,17 @@ class Scheduler:
         self.shown_at = now
         status = status_of(self.state, self.actor.run_id, now)
         self.actor.metrics.set("requests_outstanding", self.state.outstanding)
-        await self.bus.commit(state_key=STATUS_KEY, state=status.model_dump_json().encode())
+        try:
+            await self.bus.load_state(STATUS_KEY)
+            await self.bus.commit(state_key=STATUS_KEY, state=status.model_dump_json().encode())
+        except BusError as error:
+            # A picture of the run is not worth the run; what is wrong with Redis shows at the next commit.
+            self.actor.metrics.count_skipped("status_not_written")
+            self.actor.log.warning("status not written", reason=str(error))
 
     def _say_waiting(self) -> None:
         """At once when it changes, and every 15 s."""
-        whom, (said, at) = waiting_for(self.state) or "", self.said
+        whom, (said, at) = waiting_for(self.state, time.time()) or "", self.said
         if whom and (whom != said or time.monotonic() - at > _SAY_AGAIN_S):
             self.actor.log.info(f"waiting for {whom}")
             self.said = (whom, time.monotonic())

@@ -44,7 +44,7 @@ def note_worker(state: State, event: WorkerStarted | WorkerHeartbeat, now: float
     else:
         known, slot = slot.trainer, replace(slot, trainer=_seen(slot.trainer, event, now))
     commands: list[Command] = []
-    if isinstance(event, WorkerHeartbeat) and event.lease and event.lease == slot.lease:
+    if isinstance(event, WorkerHeartbeat) and slot.holder == "rollout" and event.lease == slot.lease:
         state = note_begin(state, now)
     if isinstance(event, WorkerStarted) or not known.started:
         state, slot = _restart(state, slot, event)
@@ -185,10 +185,9 @@ def free_learner_slots(state: State) -> State:
 
 
 def grant_leases(state: State, now: float) -> Decision:
-    """Nobody's slots go to rollout work if there is some, else to the drafter in idle time."""
+    """Nobody's slots go to rollout work if there is some, else to the drafter in idle time. At the
+    learner's turn and at the end there is neither."""
     commands: list[Command] = []
-    if is_learners_turn(state) or is_ending(state):
-        return state, commands
     orphaned = is_orphaned(state, now)
     for number, slot in enumerate(state.slots):
         if slot.holder is not None:

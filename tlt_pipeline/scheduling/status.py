@@ -13,9 +13,11 @@ from pydantic import BaseModel, ConfigDict
 from tlt_pipeline.messages import Holder
 from tlt_pipeline.scheduling.records import acceptance_length, mean
 from tlt_pipeline.scheduling.state import Batch, Presence, Slot, State
-from tlt_pipeline.scheduling.waiting import evaluating, is_ending, is_learners_turn, live_steps
+from tlt_pipeline.scheduling.waiting import evaluating, is_busy, is_ending, is_learners_turn, live_steps
 
 STATUS_KEY = "status"
+PATIENCE_S = 5.0
+"""Slots that the learner needs are given back in less; after so long it is worth a word."""
 
 Phase = Literal["starting", "rollout", "evaluating", "handing over", "learning", "ending", "finished", "failed"]
 
@@ -73,7 +75,7 @@ def status_of(state: State, run: str, now: float) -> RunStatus:
         at=now,
         phase=_phase(state),
         reason=state.failed,
-        waiting_for=waiting_for(state),
+        waiting_for=waiting_for(state, now),
         step=state.trained,
         steps=state.settings.steps,
         answers_done=batch.size - batch.outstanding if batch else 0,
@@ -90,7 +92,7 @@ def status_of(state: State, run: str, now: float) -> RunStatus:
     )
 
 
-def waiting_for(state: State) -> str | None:
+def waiting_for(state: State, now: float) -> str | None:
     """Who keeps the run from going on, in words for the log; None: nobody in particular."""
     if state.next_step is None:
         return "the learner's first policy version (tlt learner)"
@@ -98,6 +100,9 @@ def waiting_for(state: State) -> str | None:
         return f"a rollout worker (tlt rollout --slot 0 to {len(state.slots) - 1})"
     if state.training is not None and not state.learner.started:
         return "the learner (tlt learner)"
+    if state.ready_at is not None and now - state.ready_at > PATIENCE_S:
+        held = [str(number) for number, slot in enumerate(state.slots) if is_busy(slot)]
+        return f"the rollout worker of slot {', '.join(held)} to say that it is idle" if held else None
     return None
 
 
