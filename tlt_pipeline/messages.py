@@ -50,10 +50,8 @@ class Array(Part):
         return self
 
     @classmethod
-    def of(
-        cls, values: Iterable[float] | NDArray[Any], dtype: Literal["int32", "int64", "float32"] = "int32"
-    ) -> Array:
-        listed: Any = values if isinstance(values, np.ndarray) else list(values)
+    def of(cls, values: Iterable[float] | NDArray[Any], dtype: Literal["int32", "int64", "float32"] = "int32") -> Array:
+        listed: Any = cast(Any, values) if isinstance(values, np.ndarray) else list(values)
         array = np.asarray(listed, dtype=np.dtype(dtype).newbyteorder("<"))
         return cls(dtype=dtype, length=array.size, data=array.tobytes())
 

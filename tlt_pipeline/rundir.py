@@ -11,7 +11,7 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,7 +146,7 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def storing(path: Path) -> Iterator[None]:
+def storing(path: Path) -> Generator[None, None, None]:
     """Turns an OSError inside into a StorageError about `path`."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""What becomes of work and of news: given up with a reason, kept until all have it, committed in one step, broadcast."""
+"""What becomes of work and news: given up with a reason, kept until all have it, committed in one step, broadcast."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.integration.conftest import Connect, StartServer, wait_until
 from tests.integration.lossy import LossyWire
 from tests.samples import completion, request, shard, weights
 from tlt_pipeline import messages as m
-from tlt_pipeline.bus import Bus, BusError, BusFull, Outgoing
+from tlt_pipeline.bus import Bus, BusError, BusFull, Outgoing, link
 
 ROLLOUT = "rollout"
 SCHEDULER = "scheduler"
@@ -152,6 +152,24 @@ class TestServerGone:
         assert events[-1] == "redis answers again"
         assert await bus.depth(m.COMPLETIONS) == 1
         assert await bus.depth(m.REQUESTS) == 0
+
+    async def test_a_server_that_hangs_does_late_what_was_asked_and_does_it_once(
+        self, connect: Connect, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr(link, "SOCKET_TIMEOUT_S", 0.2)
+        server = start_server()
+        bus = await connect(url=server.url)
+        await bus.append(m.HIDDEN_STATES, shard())
+        assert server.pid is not None
+        with capture_logs() as logs:
+            os.kill(server.pid, signal.SIGSTOP)
+            try:
+                appending = asyncio.create_task(bus.append(m.HIDDEN_STATES, shard()))
+                await wait_until(lambda: [line for line in logs if "does not answer" in line["event"]])
+            finally:
+                os.kill(server.pid, signal.SIGCONT)
+            await appending
+        assert await bus.depth(m.HIDDEN_STATES) == 2
 
     async def test_a_server_that_stays_away_is_one_line_after_a_bounded_wait(
         self, connect: Connect, start_server: StartServer

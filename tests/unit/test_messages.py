@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from tests.samples import completion, one_of_each, request
 from tlt_pipeline import messages as m
 
-FUZZ = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+FUZZ = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 KINDS = [message.kind for message in one_of_each()]
 SCALARS = (
     st.none()
