@@ -17,12 +17,14 @@ from tlt_services.cli import invoke
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A valid config in an empty working directory; the policy it names isn't there."""
+    """A valid config in an empty working directory; the policy it names has no weights."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TLT_RUN_DIR", raising=False)
     monkeypatch.delenv("REDIS_URL", raising=False)
-    path = tmp_path / "tiny.yaml"
-    path.write_text(yaml.safe_dump(tiny_settings(tmp_path / "no-such-policy")))
+    policy, path = tmp_path / "policy", tmp_path / "tiny.yaml"
+    policy.mkdir()
+    (policy / "config.json").write_text("{}")
+    path.write_text(yaml.safe_dump(tiny_settings(policy)))
     return path
 
 
@@ -59,6 +61,7 @@ BAD_CALLS = [
     ("run tiny.yaml steps=many", 2, "steps: "),
     ("run tiny.yaml steps", 2, "'steps' is not key.sub=value"),
     ("run tiny.yaml --run-dir tiny.yaml", 2, "name another --run-dir"),
+    ("run tiny.yaml policy.model=./nowhere", 2, "no model './nowhere' here"),
     ("run tiny.yaml --bogus", 2, "No such option: --bogus"),
     ("sft tiny.yaml", 2, "no sft section"),
     ("rollout", 2, "Missing option '--slot'"),
