@@ -206,11 +206,14 @@ class Decoder(nn.Module):
 
 
 def initialize(model: nn.Module, generator: torch.Generator, std: float = 0.02) -> None:
-    """Random start weights, drawn in a fixed order: normal for matrices, zero for biases, one for norms."""
+    """Random start weights, drawn in a fixed order: normal for matrices (narrower where they write into the residual
+    stream, by 1 / sqrt(2 · layers), as in GPT-2), zero for biases, one for norms."""
+    writers = [name for name, _ in model.named_parameters() if name.endswith((".o.weight", ".down.weight"))]
     for name, parameter in model.named_parameters():
         with torch.no_grad():
             if parameter.ndim >= 2:
-                parameter.normal_(0.0, std, generator=generator)
+                scale = len(writers) ** -0.5 if name in writers else 1.0
+                parameter.normal_(0.0, std * scale, generator=generator)
             elif name.endswith("bias"):
                 parameter.zero_()
             else:

@@ -3,8 +3,8 @@
 A trace shows the steps, then `#` and the answer. To teach a new task this way, add a function to `_WRITERS` that
 takes the question and a `Slips` and returns the text.
 
-    chain_sum   "12 + 5 - 3 ="   12+5=17-3=14#14                     running totals
-    count_bits  "13"             13:1 6:1 3:2 1:3#3                  halved until 1: number, one bits so far
+    chain_sum, basic_arithmetic   "12 + 5 - 3 ="   12+5=17-3=14#14              running totals
+    count_bits                    "13"             13:01 06:01 03:02 01:03#3    halved until 1: number, ones so far
 
 A share `slips` of the steps gets a wrong digit that the rest of the trace goes on with, like a solution written in a
 hurry. A model trained on that prefers the right digit at every step but is unsure of it: greedy answers are right far
@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable
 from random import Random
 
-from tlt_pipeline.config import ReasoningGymSource
+from tlt_pipeline.config import ReasoningGymSource, Source
 from tlt_pipeline.tasks.prompts import TaskError
 
 
@@ -39,19 +39,21 @@ class Slips:
         return -wrong if value < 0 else wrong
 
 
-def write_trace(source: ReasoningGymSource, entry: str, slips: float = 0.0, rng: Random | None = None) -> str:
-    """The supervised answer to an entry (Prompt.entry) of that source. Raises TaskError for a task without traces."""
-    writer = _WRITERS.get(source.name)
+def write_trace(source: Source, entry: str, slips: float = 0.0, rng: Random | None = None) -> str:
+    """The supervised answer to an entry (Prompt.entry) of that source. Raises TaskError for a task without
+    traces."""
+    name = source.name if isinstance(source, ReasoningGymSource) else source.path
+    writer = _WRITERS.get(name)
     if writer is None:
         raise TaskError(
-            f"there are no traces for reasoning-gym's {source.name!r} (only for {', '.join(sorted(_WRITERS))}): "
+            f"there are no traces for {name!r}, only for reasoning-gym's {', '.join(sorted(_WRITERS))}: "
             f"give sft.data.path, or add a writer to tlt_pipeline/tasks/traces.py"
         )
     return writer(json.loads(entry)["question"], Slips(slips, rng or Random(0)))
 
 
 def _chain_sum(question: str, slip: Slips) -> str:
-    terms = re.findall(r"([+-]?) ?(-?\d+)(?= |$)", question.rpartition(": ")[2].removesuffix(" ="))
+    terms = re.findall(r"(?:([+-]) )?(-?\d+)(?= |$)", _expression(question))
     total = int(terms[0][1])
     steps = [str(total)]
     for operator, number in terms[1:]:
@@ -60,17 +62,26 @@ def _chain_sum(question: str, slip: Slips) -> str:
     return f"{''.join(steps)}#{total}"
 
 
+def _expression(question: str) -> str:
+    """The sum in "…problem: 4 - 1 =" (chain_sum) or "Calculate 4 - 1." (basic_arithmetic)."""
+    return question.rpartition(": ")[2].removesuffix(" =").removeprefix("Calculate ").removesuffix(".")
+
+
 def _count_bits(question: str, slip: Slips) -> str:
     found = re.search(r"number (\d+)", question)
     assert found is not None, question
     number = int(found.group(1))
-    ones = number % 2
-    steps = [f"{number}:{ones}"]
+    ones, width = number % 2, len(str(number))
+    steps = [f"{number}:{ones:02d}"]
     while number > 1:
         number = max(1, slip(number // 2))
         ones += number % 2
-        steps.append(f"{number}:{ones}")
+        steps.append(f"{number:0{width}d}:{ones:02d}")
     return f"{' '.join(steps)}#{ones}"
 
 
-_WRITERS: dict[str, Callable[[str, Slips], str]] = {"chain_sum": _chain_sum, "count_bits": _count_bits}
+_WRITERS: dict[str, Callable[[str, Slips], str]] = {
+    "chain_sum": _chain_sum,
+    "basic_arithmetic": _chain_sum,
+    "count_bits": _count_bits,
+}
