@@ -37,6 +37,8 @@ from tlt_services.wakeup import Wakeup
 _LOOK_S = 1.0
 """Between two looks at status and Redis: the launcher shares its cores with the training."""
 _END_GRACE_S = 2.0
+_CUT_SHORT_S = 1.0
+"""A service that isn't drained within limits.drain_s cuts its work short itself, and gets so long for that."""
 
 _log: Any = structlog.get_logger()
 
@@ -98,7 +100,7 @@ class Launcher:
             with self._progress() as progress:
                 is_complete = self._watch(progress)
         except RunEnded:
-            self._supervisor.stop(self._config.limits.drain_s, self._sleep)
+            self._supervisor.stop(self._config.limits.drain_s + _CUT_SHORT_S, self._sleep)
             raise
         if is_complete:
             late = self._supervisor.finish(self._config.limits.drain_s + _END_GRACE_S, self._sleep)
@@ -134,7 +136,7 @@ class Launcher:
         self._wakeup.stops = 0
         _log.info("stopping: services finish what they hold; once more kills them", within_s=drain_s)
         status = self._reader.read()
-        late = self._supervisor.stop(drain_s, self._sleep)
+        late = self._supervisor.stop(drain_s + _CUT_SHORT_S, self._sleep)
         killed = self._wakeup.stops > 0
         if late and not killed:
             _log.warning("services were not drained in time, killed", services=late)
