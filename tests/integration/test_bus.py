@@ -13,7 +13,7 @@ from tests.integration.conftest import Connect, wait_until
 from tests.integration.work import ROLLOUT, SCHEDULER, dead_letters, ids, result_of, submit, take
 from tests.samples import request, shard
 from tlt_pipeline import messages as m
-from tlt_pipeline.bus import BusFull, Delivery
+from tlt_pipeline.bus import BusFull, Delivery, Outgoing
 
 
 class TestSubmit:
@@ -162,11 +162,11 @@ class TestDelivery:
 
     async def test_much_work_is_found_again(self, connect: Connect):
         before = await connect("scheduler")
-        for number in range(1200):
-            await before.append(m.HIDDEN_STATES, shard().model_copy(update={"shard_id": str(number)}))
+        shards = [shard().model_copy(update={"shard_id": str(number)}) for number in range(1200)]
+        await before.commit(state_key="plan", state=b"", appends=[Outgoing(m.HIDDEN_STATES, item) for item in shards])
         assert len(await before.read(m.HIDDEN_STATES, SCHEDULER, count=5000, block_s=0)) == 1200
         found = await (await connect("scheduler")).recover(m.HIDDEN_STATES, SCHEDULER)
-        assert [d.message.shard_id for d in found] == [str(number) for number in range(1200)]  # type: ignore[union-attr]
+        assert [delivery.message for delivery in found] == shards
 
     async def test_released_work_is_taken_at_once_and_not_counted(self, connect: Connect):
         first, second = await connect("first", lease_s=60), await connect("second", lease_s=60)

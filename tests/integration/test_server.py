@@ -23,7 +23,7 @@ from tests.integration.conftest import Connect, StartServer, wait_until
 from tlt_pipeline import messages as m
 from tlt_pipeline.bus import Bus, BusError, RedisUnusable, redact_url
 from tlt_pipeline.bus import server as server_module
-from tlt_pipeline.bus.server import Binary, describe_redis, find_or_start_redis, start_redis
+from tlt_pipeline.bus.server import Binary, describe_redis, find_binary, find_or_start_redis, start_redis
 from tlt_pipeline.config import LimitsConfig, RedisConfig
 from tlt_pipeline.rundir import RunDirError
 
@@ -206,21 +206,21 @@ class TestOwn:
         assert server.pid is not None
         assert os.getsid(server.pid) == server.pid
 
-    async def test_it_dies_with_a_killed_launcher_and_the_next_has_its_data(self, redis_binary: Binary, tmp_path: Path):
-        launcher, process = launch(redis_binary, tmp_path / "redis", "wait")
+    async def test_it_dies_with_a_killed_launcher_and_the_next_has_its_data(self, tmp_path: Path):
+        launcher, process = launch(find_binary(), tmp_path / "redis", "wait")
         assert process is not None
         with redis.Redis.from_url(f"unix://{tmp_path}/redis/redis.sock") as client:
             client.set("kept", "yes")
         launcher.kill()
         launcher.communicate()
-        with start_redis(redis_binary, RedisConfig(), tmp_path / "redis") as server:
+        with start_redis(find_binary(), RedisConfig(), tmp_path / "redis") as server:
             assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
             with redis.Redis.from_url(server.url) as client:
                 assert client.get("kept") == b"yes"
 
     @pytest.mark.parametrize("ending", ["return", "fail"])
-    async def test_it_ends_with_a_launcher_that_forgets_it(self, redis_binary: Binary, tmp_path: Path, ending: str):
-        launcher, process = launch(redis_binary, tmp_path / "redis", ending)
+    async def test_it_ends_with_a_launcher_that_forgets_it(self, tmp_path: Path, ending: str):
+        launcher, process = launch(find_binary(), tmp_path / "redis", ending)
         launcher.communicate(timeout=30)
         assert process is None or await wait_until(lambda: not process.is_running())
 
@@ -242,7 +242,7 @@ class TestOwn:
             path = Path(server.url.removeprefix("unix://"))
             assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
             assert (folder / "appendonlydir").is_dir()
-        assert not path.exists()
+        assert not path.parent.exists()
         monkeypatch.chdir(tmp_path)
         with start_redis(redis_binary, RedisConfig(), Path("here")) as server:
             assert (tmp_path / "here" / "redis.sock").exists()

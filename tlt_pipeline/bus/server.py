@@ -239,6 +239,9 @@ class _OwnServer:
 
     def end(self) -> None:
         self._stop()
+        if self._socket.parent != self._folder:
+            self._socket.unlink(missing_ok=True)
+            self._socket.parent.rmdir()
         self.unlock()
 
     def unlock(self) -> None:
