@@ -174,7 +174,8 @@ class DrafterTrainConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     tokens_per_batch: Positive = 1024
     ce_weight: Annotated[float, Field(ge=0)] = 1.0
-    hidden_weight: Annotated[float, Field(ge=0)] = 0.1
+    hidden_weight: Annotated[float, Field(ge=0)] = 10.0
+    """Of the feature loss (in units of the features' size) against the cross-entropy: what keeps deep drafts good."""
     publish_every_s: Seconds = 1.0
     """How often held-out data is looked at, at the soonest, to decide about a new version."""
     min_gain: Annotated[float, Field(ge=0)] = 0.002

@@ -12,7 +12,6 @@ next lease, and on disk for a process that takes this one's place.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections import Counter
@@ -27,12 +26,11 @@ import torch
 from tlt_pipeline.actor import Actor, run_service
 from tlt_pipeline.blobs import open_hidden_states
 from tlt_pipeline.drafter.intake import ShardIntake
-from tlt_pipeline.drafter.losses import FrozenParts
-from tlt_pipeline.drafter.start import choose_first_drafter, load_frozen, open_trainer
-from tlt_pipeline.drafter.state import state_path, take_snapshot, write_snapshot
-from tlt_pipeline.drafter.trainer import Candidate, DrafterTrainer, Judgement
+from tlt_pipeline.drafter.start import choose_first_drafter, open_trainer
+from tlt_pipeline.drafter.state import StateKeeper, state_path
+from tlt_pipeline.drafter.trainer import DrafterTrainer, Judgement
+from tlt_pipeline.drafter.versions import Versions
 from tlt_pipeline.messages import (
-    WEIGHTS,
     AnyMessage,
     HiddenShard,
     LeaseGranted,
@@ -45,7 +43,7 @@ from tlt_pipeline.messages import (
 )
 from tlt_pipeline.processes import usable_cores
 from tlt_pipeline.rundir import RunDir
-from tlt_pipeline.weights import WeightsMissing, WeightStore
+from tlt_pipeline.weights import WeightStore
 
 COMMAND_GROUP = "worker"
 _POLL_S = 0.5
@@ -67,7 +65,7 @@ async def run_drafter_trainer(actor: Actor) -> None:
     with ThreadPoolExecutor(1, "trainer") as thread:
         async with asyncio.TaskGroup() as group:
             spot = await SpotTrainer.start(actor, thread, group)
-            following = group.create_task(spot.follow_weights(), name="weights")
+            following = group.create_task(spot.versions.follow(), name="weights")
             await spot.serve()
             following.cancel()
 
@@ -84,7 +82,7 @@ class Lease:
     deadline_s: float = 0.0
     used_s: float = 0.0
     tokens: int = 0
-    first_step_s: float | None = None
+    began_after_s: float | None = None
 
     def end(self, reason: str, deadline_s: float, sent_at: float | None = None) -> None:
         if not self.stop.is_set():
@@ -98,19 +96,16 @@ class SpotTrainer:
     """Tensors are touched in `thread` alone, so that heartbeats and commands go on while it computes."""
 
     def __init__(
-        self, actor: Actor, thread: ThreadPoolExecutor, group: asyncio.TaskGroup, store: WeightStore,
-        trainer: DrafterTrainer, intake: ShardIntake,
-    ) -> None:  # fmt: skip
+        self, actor: Actor, trainer: DrafterTrainer, intake: ShardIntake, versions: Versions, group: asyncio.TaskGroup
+    ) -> None:
         assert actor.slot is not None
-        self.actor, self.bus, self.config = actor, actor.bus, actor.config
-        self.thread, self.group = thread, group
-        self.slot, self.store, self.trainer, self.intake = actor.slot, store, trainer, intake
+        self.actor, self.bus, self.config, self.slot = actor, actor.bus, actor.config, actor.slot
+        self.trainer, self.intake, self.versions, self.group = trainer, intake, versions, group
+        self.thread = versions.thread
+        self.state = StateKeeper(trainer, state_path(RunDir(actor.run_dir).checkpoints, actor.slot), self.thread)
         self.lease: Lease | None = None
         self.holding: asyncio.Task[None] | None = None
         self.shards: list[HiddenShard] = []
-        self.publishing: asyncio.Task[None] | None = None
-        self.saving: asyncio.Task[None] | None = None
-        self._saved_steps, self._saved_at = trainer.steps, time.monotonic()
         self._unjudged_s, self._judging_s = 0.0, 0.0
         self._counted: Counter[str] = Counter()
 
@@ -126,7 +121,7 @@ class SpotTrainer:
         intake = ShardIntake(blobs, trainer.buffer, decoder, actor.config.drafter.train.tokens_per_batch)
         actor.gauges.update(policy_version=policy.version, drafter_version=published.version)
         actor.log.info("trainer ready", drafter_version=published.version, device=str(trainer.device))
-        return cls(actor, thread, group, store, trainer, intake)
+        return cls(actor, trainer, intake, Versions(actor, store, trainer, thread), group)
 
     async def run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
@@ -145,10 +140,9 @@ class SpotTrainer:
                 await self.bus.ack([delivery])
             deliveries = [] if finished else await self.bus.read(stream, COMMAND_GROUP, count=10, block_s=_POLL_S)
         await self._stop("shutdown" if finished else "stopped")
-        for task in (self.publishing, self.saving):
-            if task is not None:
-                await task
-        await self._save()
+        await self.versions.settle()
+        await self.state.save(self.group)
+        await self.state.settle()
 
     async def _obey(self, message: AnyMessage) -> None:
         match message:
@@ -203,8 +197,8 @@ class SpotTrainer:
         self.lease = None
         self.actor.gauges.update(lease=0, tokens_per_s=0.0)
         if judgement is not None:
-            await self._publish_if_worth(judgement)
-        await self._save()
+            await self.versions.publish_if_worth(judgement, self.group)
+        await self.state.save(self.group)
 
     async def _train(self, lease: Lease) -> bool:
         """One slice. False: there is nothing to train on."""
@@ -214,8 +208,8 @@ class SpotTrainer:
         progress = await self.run(lambda: self.trainer.train(_SLICE_S, lease.stop.is_set))
         if not progress.steps:
             return False
-        if lease.first_step_s is None:
-            lease.first_step_s = time.monotonic() - lease.granted_at - progress.seconds
+        if lease.began_after_s is None:
+            lease.began_after_s = time.monotonic() - lease.granted_at - progress.seconds
         lease.used_s += progress.seconds
         lease.tokens += progress.tokens
         self._unjudged_s += progress.seconds
@@ -225,9 +219,9 @@ class SpotTrainer:
         if self._unjudged_s >= patience_s and not lease.stop.is_set():
             judgement = await self._judge(lease, lease.stop.is_set)
             if judgement is not None:
-                await self._publish_if_worth(judgement)
-        if time.monotonic() - self._saved_at > _CHECKPOINT_S:
-            await self._save()
+                await self.versions.publish_if_worth(judgement, self.group)
+        if time.monotonic() - self.state.saved_at > _CHECKPOINT_S:
+            await self.state.save(self.group)
         return True
 
     async def _judge(self, lease: Lease, should_stop: Callable[[], bool]) -> Judgement | None:
@@ -236,7 +230,9 @@ class SpotTrainer:
         took = time.monotonic() - began
         lease.used_s += took
         if judgement is not None:
-            self._unjudged_s, self._judging_s = 0.0, took
+            self._judging_s = took
+        if judgement is not None or not should_stop():
+            self._unjudged_s = 0.0
         return judgement
 
     async def _judge_last(self, lease: Lease) -> Judgement | None:
@@ -270,8 +266,8 @@ class SpotTrainer:
             seconds=round(seconds, 3),
             trained_s=round(lease.used_s, 2),
             tokens=lease.tokens,
-            first_step_s=None if lease.first_step_s is None else round(lease.first_step_s, 3),
-            waited=dict(self.intake.counts),
+            began_after_s=None if lease.began_after_s is None else round(lease.began_after_s, 3),
+            shards=dict(self.intake.counts),
         )
 
     def _count_skipped(self) -> None:
@@ -281,85 +277,3 @@ class SpotTrainer:
         for reason, amount in (now - self._counted).items():
             self.actor.metrics.count_skipped(reason, amount)
         self._counted = now
-
-    # --- versions -------------------------------------------------------------------------------------------------
-
-    async def _publish_if_worth(self, judgement: Judgement) -> None:
-        found = {"loss": judgement.candidate.loss, "published_loss": judgement.published.loss}
-        facts = {name: round(value, 4) for name, value in found.items()}
-        if not judgement.worth:
-            self.actor.metrics.count_skipped("drafter_not_better")
-            self.actor.log.info("drafter not published: not better", drafter_version=self.trainer.version, **facts)
-        elif self.publishing is not None and not self.publishing.done():
-            self.actor.metrics.count_skipped("drafter_still_publishing")
-        else:
-            candidate = await self.run(self.trainer.candidate)
-            self.publishing = self.group.create_task(self._publish(candidate, judgement), name="publish")
-
-    async def _publish(self, candidate: Candidate, judgement: Judgement) -> None:
-        kept = self.store.versions("drafter")
-        version = await self.bus.next_version("drafter", above=kept[-1] if kept else 0)
-        metrics = {
-            "loss": judgement.candidate.loss,
-            "published_loss": judgement.published.loss,
-            "acceptance_length": judgement.candidate.acceptance_length,
-            "published_acceptance_length": judgement.published.acceptance_length,
-            "tokens_trained": float(candidate.tokens_trained),
-        }
-        published = await asyncio.to_thread(
-            self.store.write_drafter,
-            version,
-            candidate.drafter,
-            parent=candidate.parent,
-            policy_version=candidate.policy_version,
-            step=candidate.policy_version,
-            metrics=metrics,
-        )
-        await self.run(lambda: self.trainer.adopt(version, candidate))
-        await self.bus.broadcast(WEIGHTS, published, latest="drafter")
-        self.actor.metrics.published.inc()
-        self.actor.gauges["drafter_version"] = self.trainer.version
-        shown = {name: round(value, 4) for name, value in metrics.items()}
-        self.actor.log.info("drafter published", drafter_version=version, **shown)
-
-    async def follow_weights(self) -> None:
-        """The policy's frozen parts and the others' drafters, the newest of each, as they are published."""
-        last = "0"
-        while True:
-            heard = await self.bus.listen(WEIGHTS, last, block_s=2.0)
-            newest: dict[str, WeightsPublished] = {}
-            for last, message in heard:
-                if isinstance(message, WeightsPublished):
-                    newest[message.model] = message
-            for published in newest.values():
-                try:
-                    await self._follow(published)
-                except WeightsMissing as error:  # pruned: a newer one is on its way
-                    self.actor.metrics.count_skipped("weights_pruned")
-                    self.actor.log.warning("weights not loaded", reason=str(error))
-
-    async def _follow(self, published: WeightsPublished) -> None:
-        trainer = self.trainer
-        if published.model == "policy" and published.version > trainer.frozen.policy_version:
-            frozen: FrozenParts = await asyncio.to_thread(load_frozen, self.store, published, trainer.device)
-            await self.run(lambda: trainer.set_policy(frozen))
-            self.actor.gauges["policy_version"] = published.version
-        elif published.model == "drafter" and published.version > trainer.version:
-            config = trainer.drafter.config
-            drafter = await asyncio.to_thread(self.store.load_drafter, published, config)
-            await self.run(lambda: trainer.follow(published.version, drafter))
-            self.actor.gauges["drafter_version"] = trainer.version
-
-    # --- state ----------------------------------------------------------------------------------------------------
-
-    async def _save(self) -> None:
-        """Copies the state and writes it beside whatever comes next; one write at a time."""
-        if self.trainer.steps == self._saved_steps:
-            return
-        if self.saving is not None:
-            with contextlib.suppress(asyncio.CancelledError):
-                await self.saving
-        snapshot = await self.run(lambda: take_snapshot(self.trainer))
-        self._saved_steps, self._saved_at = snapshot.facts["steps"], time.monotonic()
-        path = state_path(RunDir(self.actor.run_dir).checkpoints, self.slot)
-        self.saving = self.group.create_task(asyncio.to_thread(write_snapshot, snapshot, path), name="save")

@@ -7,8 +7,11 @@ Only what is trained is in it: the policy's frozen tensors are not, nor the data
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,3 +105,30 @@ def _apply(trainer: DrafterTrainer, tensors: dict[str, Tensor]) -> None:
         averages[name].copy_(tensors[f"average.{name}"])
         if all(f"{moment}.{name}" in tensors for moment in _MOMENTS):
             trainer.optimizer.state[parameter] = {moment: tensors[f"{moment}.{name}"] for moment in _MOMENTS}
+
+
+class StateKeeper:
+    """Saves a trainer's state while it goes on: copied in `thread`, where the trainer lives, written beside it."""
+
+    def __init__(self, trainer: DrafterTrainer, path: Path, thread: ThreadPoolExecutor) -> None:
+        self._trainer, self._path, self._thread = trainer, path, thread
+        self._writing: asyncio.Task[None] | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._steps = trainer.steps
+        self.saved_at = time.monotonic()
+
+    async def save(self, group: asyncio.TaskGroup) -> None:
+        """Returns when the copy is made; the write ends by itself. Nothing new: nothing is done."""
+        async with self._one_at_a_time:
+            await self.settle()
+            if self._trainer.steps == self._steps:
+                return
+            loop = asyncio.get_running_loop()
+            snapshot = await loop.run_in_executor(self._thread, take_snapshot, self._trainer)
+            self._steps, self.saved_at = snapshot.facts["steps"], time.monotonic()
+            self._writing = group.create_task(asyncio.to_thread(write_snapshot, snapshot, self._path), name="save")
+
+    async def settle(self) -> None:
+        """Waits for a write that is under way."""
+        if self._writing is not None:
+            await self._writing

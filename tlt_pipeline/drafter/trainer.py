@@ -104,6 +104,8 @@ class DrafterTrainer:
 
     def follow(self, version: int, drafter: EagleDrafter) -> None:
         """A newer version was published, here or elsewhere: it is what a candidate has to beat."""
+        if version <= self.version:
+            return
         _copy(drafter, self.published)
         self.version = version
 
@@ -234,8 +236,7 @@ class DrafterTrainer:
 
     def adopt(self, version: int, candidate: Candidate) -> None:
         """The candidate was published as `version`: training goes on from where it is."""
-        if version > self.version:
-            self.follow(version, candidate.drafter)
+        self.follow(version, candidate.drafter)
         self.parent = version
         self.tokens_since_parent -= candidate.tokens_trained
 
