@@ -153,7 +153,7 @@ class Launcher:
 
     def _progress(self) -> Progress:
         if sys.stderr.isatty():
-            return LiveTable(Console(stderr=True))
+            return LiveTable(self._run.metrics, Console(stderr=True))
         return StepLines(self._run.metrics)
 
     def _look_at_redis(self) -> None:

@@ -25,10 +25,36 @@ class Progress(Protocol):
     def update(self, status: RunStatus | None) -> None: ...
 
 
-class LiveTable:
-    """Redrawn at each `update`, on stderr, above which log lines scroll."""
+class MetricsTail:
+    """What metrics.jsonl gained since the last look."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = self._size()
+
+    def new_records(self) -> Iterator[dict[str, Any]]:
+        """Whole lines that were appended; a file that shrank was written anew, and only what follows is new."""
+        size = self._size()
+        self._offset = min(self._offset, size)
+        if size == self._offset:
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            content = file.read(size - self._offset)
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            yield json.loads(line)
+
+    def _size(self) -> int:
+        return self._path.stat().st_size if self._path.exists() else 0
+
+
+class LiveTable:
+    """Redrawn at each `update`, on stderr; above it scroll the log and a line a step."""
+
+    def __init__(self, metrics: Path, console: Console) -> None:
+        self._tail = MetricsTail(metrics)
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> LiveTable:
@@ -36,11 +62,22 @@ class LiveTable:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._print_steps()
         self._live.stop()
 
     def update(self, status: RunStatus | None) -> None:
+        self._print_steps()
         shown = Text("starting the processes…") if status is None else render_status(status)
         self._live.update(shown, refresh=True)
+
+    def _print_steps(self) -> None:
+        for record in self._tail.new_records():
+            self._live.console.print(
+                f"step {record['step'] + 1:>4}  reward {record['reward']:.3f}  "
+                f"acceptance length {record['acceptance_length']:.2f}  drafter v{record['drafter_version']}  "
+                f"{record['step_s']:.1f} s  {record['tokens_per_s']:.0f} tokens/s",
+                highlight=False,
+            )
 
 
 class StepLines:
@@ -48,8 +85,7 @@ class StepLines:
     process."""
 
     def __init__(self, metrics: Path) -> None:
-        self._metrics = metrics
-        self._offset = metrics.stat().st_size if metrics.exists() else 0
+        self._tail = MetricsTail(metrics)
         self._waiting_for: str | None = None
 
     def __enter__(self) -> StepLines:
@@ -59,27 +95,12 @@ class StepLines:
         self.update(None)
 
     def update(self, status: RunStatus | None) -> None:
-        for record in self._new_records():
+        for record in self._tail.new_records():
             _log.info("step", **step_facts(record, status))
         if status is not None and status.waiting_for != self._waiting_for:
             self._waiting_for = status.waiting_for
             if status.waiting_for:
                 _log.info("waiting", whom=status.waiting_for)
-
-    def _new_records(self) -> Iterator[dict[str, Any]]:
-        """Whole lines that were appended since the last look; a file that shrank was written anew."""
-        size = self._metrics.stat().st_size if self._metrics.exists() else 0
-        if size < self._offset:
-            self._offset = size
-        if size == self._offset:
-            return
-        with self._metrics.open("rb") as file:
-            file.seek(self._offset)
-            content = file.read(size - self._offset)
-        whole = content[: content.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            yield json.loads(line)
 
 
 def step_facts(record: dict[str, Any], status: RunStatus | None) -> dict[str, Any]:
@@ -119,7 +140,8 @@ def render_status(status: RunStatus) -> RenderableType:
         f"mean reward {reward}{so_far}   acceptance length {status.acceptance_length:.2f}   "
         f"{status.tokens_per_s:.0f} tokens/s   policy v{status.policy_version}   drafter v{status.drafter_version}"
     )
-    parts: list[RenderableType] = [head, bar, facts, _slot_table(status)]
+    parts: list[RenderableType] = [head, facts] if status.phase == "finished" else [head, bar, facts]
+    parts.append(_slot_table(status))
     if status.reason:
         parts.append(Text(status.reason, style="red"))
     elif status.waiting_for:

@@ -110,12 +110,15 @@ def test_the_table_says_what_is_the_matter(changes: dict[str, Any], text: str) -
     assert text in drawn(render_status(a_status(**changes)))
 
 
-def test_the_live_table_is_gone_at_the_end(capfd: pytest.CaptureFixture[str]) -> None:
-    with LiveTable(Console(stderr=True, force_terminal=True, width=100)) as progress:
+def test_the_live_table_scrolls_steps_and_is_gone_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    with LiveTable(metrics, Console(stderr=True, force_terminal=True, width=100)) as progress:
         progress.update(None)
+        metrics.write_text(a_record(4, reward=0.4375, acceptance_length=3.0))
         progress.update(a_status())
     shown = capfd.readouterr().err
     assert "starting the processes" in shown
+    assert "step    5  reward 0.438  acceptance length 3.00" in shown
     assert "96/128" in shown
     assert "96/128" not in shown.rsplit("\x1b[2K", 1)[-1]  # erased
 
