@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import time
@@ -19,6 +20,14 @@ def is_prepared(root: Path) -> bool:
     """Whether services can start on it."""
     run = RunDir(root)
     return run.run_id_file.is_file() and run.config.is_file()
+
+
+def is_finished(root: Path) -> bool:
+    """Whether all steps that its config asks for are done."""
+    run = RunDir(root)
+    if not (is_prepared(root) and run.summary.is_file()):
+        return False
+    return int(json.loads(run.summary.read_text())["steps"]) >= load_config(run.config).steps
 
 
 def make_run(config: RunConfig, root: Path, *, fresh: bool) -> RunDir:

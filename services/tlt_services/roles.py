@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import importlib
 import os
+import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,20 +16,42 @@ import structlog
 from tlt_pipeline.config import ConfigError, RunConfig, load_config
 from tlt_pipeline.messages import Role
 from tlt_pipeline.telemetry.logging import configure_logging
-from tlt_services.preparation import is_prepared, make_run
+from tlt_services.preparation import is_finished, is_prepared, make_run, resume_run
 
 _POLL_S = 0.2
+_RESUME_GRACE_S = 10.0
+"""For so long a service looks whether the scheduler gives a finished run more steps."""
 
 
 def serve(role: Role, slot: str | None, config: Path | None, overrides: list[str], run_dir: Path | None) -> int:
     """Runs the service to its end; its exit code. Raises ConfigError for what the user gave."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # nothing to drain yet; the actor has a handler of its own
+    configure_logging(os.environ.get("TLT_LOG_LEVEL", "info"))
     settings = load_config(config, overrides) if config else None
     directory = _choose_run_dir(settings, run_dir, role)
-    if role == "scheduler" and settings is not None and not is_prepared(directory):
-        make_run(settings, directory, fresh=False)
+    if role == "scheduler" and config is not None and settings is not None:
+        if is_prepared(directory):
+            resume_run(config, overrides, directory)
+        else:
+            make_run(settings, directory, fresh=False)
+    if _is_over(directory, role):
+        return 0
     number = None if slot is None else _choose_slot(slot, role, directory)
     module = importlib.import_module(f"tlt_services.{role.replace('-', '_')}")
     return int(module.main(directory, number))
+
+
+def _is_over(directory: Path, role: Role) -> bool:
+    """Whether there is nothing to do: the run is finished, and the scheduler, started at the same time, gives it no
+    more steps."""
+    deadline = time.monotonic() + (0.0 if role == "scheduler" else _RESUME_GRACE_S)
+    while is_finished(directory):
+        if time.monotonic() >= deadline:
+            log: Any = structlog.get_logger()
+            log.info(f"the run in {directory} is finished: raise steps, or name another run directory", role=role)
+            return True
+        time.sleep(_POLL_S)
+    return False
 
 
 def _choose_run_dir(settings: RunConfig | None, given: Path | None, role: str) -> Path:
@@ -46,7 +70,6 @@ def _choose_slot(text: str, role: Role, directory: Path) -> int:
         return int(text)
     if text != "auto":
         raise ConfigError(f"--slot {text!r}: give the number of a slot, or auto for the first free one")
-    configure_logging(os.environ.get("TLT_LOG_LEVEL", "info"))
     log: Any = structlog.get_logger()
     if not is_prepared(directory):
         log.info(f"waiting for the run directory {directory} (the scheduler prepares it)", role=role)
