@@ -1,0 +1,75 @@
+"""The weights of a rollout worker: the policy and drafter versions it loads, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from tlt_pipeline.actor import Actor
+from tlt_pipeline.engine.engine import Engine
+from tlt_pipeline.engine.loop import EngineLoop
+from tlt_pipeline.messages import WEIGHTS, WeightsPublished
+from tlt_pipeline.models.dtypes import choose_device, choose_dtype
+from tlt_pipeline.models.tokenizer import Tokenizer
+from tlt_pipeline.weights import WeightStore
+
+
+def build_engine(actor: Actor, store: WeightStore, tokenizer: Tokenizer, version: int) -> Engine:
+    """An engine with this policy version. Features are kept only where a drafter is trained on them."""
+    config = actor.config
+    device = choose_device(config.engine.device)
+    policy = store.load_policy(version, dtype=choose_dtype(config.engine.dtype, device), device=device)
+    training = config.drafter.train.enabled and config.engine.speculation.drafter == "eagle"
+    chunk = config.hidden_states.chunk_tokens if training else None
+    return Engine(policy, version, tokenizer, config.engine, feature_chunk=chunk)
+
+
+class Loading:
+    def __init__(self, actor: Actor, store: WeightStore, engine: EngineLoop, idle: Callable[[], bool]) -> None:
+        """`idle`: nothing is being decoded and no lease is held, so a policy may be loaded ahead."""
+        self.actor, self.store, self.engine, self._idle = actor, store, engine, idle
+
+    async def load_first_drafter(self) -> None:
+        """A drafter that was asked for and isn't there is waited for, never silently done without."""
+        if self.actor.config.engine.speculation.drafter == "off":
+            return
+        published = await self.actor.wait_for(
+            "the first drafter version (is drafter-trainer --slot 0 running?)",
+            lambda: self.actor.bus.latest("drafter"),
+        )
+        assert isinstance(published, WeightsPublished)
+        await self.load_drafter(published)
+
+    async def follow(self) -> None:
+        """Loads every new drafter at once, and a new policy ahead of its requests while the worker is idle."""
+        last = "0"
+        while True:
+            for entry_id, message in await self.actor.bus.listen(WEIGHTS, last, block_s=1.0):
+                last = entry_id
+                if not isinstance(message, WeightsPublished):
+                    continue
+                if message.model == "drafter" and message.version > self.engine.engine.drafter_version:
+                    await self.load_drafter(message)
+                elif message.model == "policy" and self._idle():
+                    await self.load_policy(message.version)
+
+    async def load_policy(self, version: int) -> None:
+        """Only while the engine is empty."""
+        if version == self.engine.engine.policy_version:
+            return
+        weight = self.engine.engine.policy.embed.weight
+        policy = await asyncio.to_thread(self.store.load_policy, version, dtype=weight.dtype, device=weight.device)
+        await self.engine.set_policy(policy, version)
+        self.actor.gauges["policy_version"] = version
+
+    async def load_drafter(self, published: WeightsPublished) -> None:
+        if self.actor.config.engine.speculation.drafter == "off":
+            return
+        policy = self.engine.engine.policy
+        weight = policy.embed.weight
+        drafter = await asyncio.to_thread(
+            self.store.load_drafter, published, policy.config, dtype=weight.dtype, device=weight.device
+        )
+        self.engine.set_drafter(drafter, published.version)
+        self.actor.gauges["drafter_version"] = published.version
+        self.actor.log.info("drafter loaded", drafter_version=published.version)
