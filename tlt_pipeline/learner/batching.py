@@ -13,10 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WORTH_PADDING = 0.8
-"""Rows shorter than this share of the longest one start a new micro-batch …"""
-WORTH_A_CALL = 1 / 8
-"""… once it holds this share of the budget: a pass has costs of its own."""
+CALL_COST = 128
+"""What a micro-batch costs beside its tokens, in tokens: so much padding is worth saving a call."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +48,30 @@ class MicroBatch:
 
 
 def bucket(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices in micro-batches of at most `budget` padded tokens: longest first, ties in the given order.
+    """Indices in micro-batches of at most `budget` padded tokens: longest first, ties in the given order, cut
+    where padding and calls together cost least.
 
-    A sequence above the budget gets a micro-batch of its own. A micro-batch of some size is also closed where
-    the next row would be mostly padding. The longest come first so that memory peaks at once, not at the
-    end."""
+    A sequence above the budget gets a micro-batch of its own. The longest come first so that memory peaks at
+    once, not at the end."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    costs, starts = [0], [0]  # of the best cut of the first n rows; where its last micro-batch starts
+    for end in range(1, len(order) + 1):
+        best, start = -1, end - 1
+        for first in range(end - 1, -1, -1):
+            padded = lengths[order[first]] * (end - first)
+            if padded > budget and first < end - 1:
+                break
+            cost = costs[first] + padded + CALL_COST
+            if best < 0 or cost < best:
+                best, start = cost, first
+        costs.append(best)
+        starts.append(start)
     batches: list[list[int]] = []
-    for index in order:
-        if batches and _fits(lengths[index], lengths[batches[-1][0]], len(batches[-1]), budget):
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
-
-
-def _fits(length: int, longest: int, rows: int, budget: int) -> bool:
-    filled = longest * rows
-    mostly_text = length >= WORTH_PADDING * longest or filled < budget * WORTH_A_CALL
-    return filled + longest <= budget and mostly_text
+    end = len(order)
+    while end > 0:
+        batches.append(order[starts[end] : end])
+        end = starts[end]
+    return batches[::-1]
 
 
 def collate(sequences: Sequence[Example], indices: Sequence[int], device: torch.device) -> MicroBatch:
