@@ -1,7 +1,8 @@
 """Prompts from reasoning-gym: procedural tasks with their own verifiers.
 
-reasoning-gym takes over a second to import, so it is imported at first use. An entry names the example by data set
-seed and index, and the verifier makes it again from those: metadata of any type reaches `score_answer` unchanged.
+reasoning-gym takes over a second to import, so it is imported at first use. An entry names the example by data
+set seed and index, and the verifier makes it again from those: metadata of any type reaches `score_answer`
+unchanged.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import difflib
 import json
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 from tlt_pipeline.config import ReasoningGymSource
 from tlt_pipeline.tasks.prompts import Prompt, TaskError, compile_pattern
 
 CHUNK = 10_000
-"""Examples a data set instance; the next chunk is another instance with another seed. Some data sets of reasoning-gym
-work in proportion to their size, and one refuses more than 20,000."""
+"""Examples a data set instance; the next chunk is another instance with another seed. Some data sets of
+reasoning-gym work in proportion to their size, and one refuses more than 20,000."""
 
 HELD_OUT_SEED = 0
 
@@ -37,8 +39,8 @@ class GymPrompts:
         self._kept_apart = {prompt.question for prompt in self.held_out}
 
     def at(self, position: int) -> Prompt:
-        """The training prompt at a position, a pure function of it. One whose question is held out is replaced by
-        the next free one of the same chunk."""
+        """The training prompt at a position, a pure function of it. One whose question is held out is
+        replaced by the next free one of the same chunk."""
         chunk, offset = divmod(position, CHUNK)
         seed = self._first_seed + chunk * CHUNK
         for step in range(CHUNK):
@@ -65,22 +67,22 @@ class GymPrompts:
                 f"question_pattern {pattern!r} of task source {self.label!r} does not match the question "
                 f"{question[:120]!r}: change the pattern"
             )
-        return match.group(1)
+        return match.group(1) or ""
 
 
 @lru_cache(maxsize=32)
 def load_dataset(name: str, params: str, seed: int) -> Any:
-    """The reasoning-gym data set of that name; `params` is JSON. Raises TaskError if there is none or it refuses."""
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
-
-    if name not in DATASETS:
-        near = difflib.get_close_matches(name, list(DATASETS), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"{len(DATASETS)} are known, such as chain_sum"
+    """The reasoning-gym data set of that name; `params` is JSON. Raises TaskError if there is none or it
+    refuses."""
+    library: Any = import_module("reasoning_gym")
+    names: list[str] = list(library.factory.DATASETS)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"{len(names)} are known, such as chain_sum"
         raise TaskError(f"reasoning-gym has no data set {name!r}; {hint}")
     settings = {"size": CHUNK, **json.loads(params), "seed": seed}
     try:
-        return reasoning_gym.create_dataset(name, **settings)
+        return library.create_dataset(name, **settings)
     except (TypeError, ValueError, AssertionError) as error:
         text = " ".join(str(error).split()) or type(error).__name__
         raise TaskError(f"reasoning-gym data set {name!r} refuses its params {params}: {text}") from error

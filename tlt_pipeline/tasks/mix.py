@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from random import Random
 from typing import Protocol
 
@@ -23,15 +23,15 @@ class PromptSource(Protocol):
 
 
 class TaskMix:
-    """Prompts of all sources, mixed by weight. What step s gets is a pure function of (seed, s, count), so a resumed
-    run goes on with the same prompts.
+    """Prompts of all sources, mixed by weight. What step s gets is a pure function of (seed, s, count), so a
+    resumed run goes on with the same prompts.
 
-    Shares are kept within each step (systematic sampling: a source of weight share p gets floor or ceil of p * count
-    of every step's prompts), because a mean reward over a fixed mix is less noisy than over a drawn one. Each source
-    is walked in order; a file is shuffled anew each epoch.
+    Shares are kept within each step (systematic sampling: a source of weight share p gets floor or ceil of
+    p * count of every step's prompts), because a mean reward over a fixed mix is less noisy than over a drawn
+    one. Each source is walked in order; a file is shuffled anew each epoch.
 
-    Raises TaskError: duplicate labels, a template without `{question}`, a pattern without a group, whatever the
-    sources refuse."""
+    Raises TaskError: duplicate labels, a template without `{question}`, a pattern without a group, whatever
+    the sources refuse."""
 
     def __init__(self, config: TaskConfig, seed: int) -> None:
         if "{question}" not in config.prompt_template:
@@ -75,7 +75,8 @@ class TaskMix:
 
 
 def labelled_sources(config: TaskConfig) -> dict[str, Source]:
-    """Sources by label. Default label: reasoning-gym's name, or the file's path. Raises TaskError on duplicates."""
+    """Sources by label: by default reasoning-gym's name, or the file's path. Raises TaskError on a
+    duplicate."""
     labelled: dict[str, Source] = {}
     for source in config.sources:
         label = source.label or (source.name if isinstance(source, ReasoningGymSource) else source.path)
@@ -96,7 +97,7 @@ def _open(label: str, source: Source, seed: int, held_out: int) -> PromptSource:
 def _split(count: int, edges: Sequence[float], phase: float) -> list[int]:
     """Shares `count` out over the sources; `phase` in [0, 1) decides who gets the remainders."""
     marks = [0, *(int(edge * count + phase) for edge in edges[:-1]), count]
-    return [high - low for low, high in zip(marks[:-1], marks[1:], strict=True)]
+    return [high - low for low, high in pairwise(marks)]
 
 
 def _number(seed: int, *parts: object) -> int:

@@ -52,7 +52,7 @@ def render(prompt: Prompt, config: TaskConfig, tokenizer: ChatTokenizer) -> list
     if not chat:
         if prompt.messages is not None:
             raise TaskError(
-                f"source {prompt.source!r} holds messages but they can't be rendered without a chat template: "
+                f"source {prompt.source!r} holds messages, which need a chat template: "
                 f"take a policy whose tokenizer has one, or rows with a text prompt"
             )
         return tokenizer.encode_prompt(prompt_text(prompt, config))
@@ -60,15 +60,15 @@ def render(prompt: Prompt, config: TaskConfig, tokenizer: ChatTokenizer) -> list
 
 
 def prompt_text(prompt: Prompt, config: TaskConfig) -> str:
-    """The question inside `task.prompt_template`. Only the literal `{question}` is replaced, so that a template may
-    hold other braces (`\\boxed{}`)."""
+    """The question inside `task.prompt_template`. Only the literal `{question}` is replaced, so that a
+    template may hold other braces (`\\boxed{}`)."""
     text = config.prompt_template.replace("{question}", prompt.question)
     return text if config.system_prompt is None else f"{config.system_prompt}\n{text}"
 
 
 def _chat_messages(prompt: Prompt, config: TaskConfig) -> list[Message]:
     if prompt.messages is not None:
-        messages = list(prompt.messages)
+        messages: list[Message] = list(prompt.messages)
     else:
         messages = [{"role": "user", "content": config.prompt_template.replace("{question}", prompt.question)}]
     if config.system_prompt is not None and messages[0].get("role") != "system":
@@ -82,7 +82,7 @@ def extract_answer(text: str, pattern: str) -> str | None:
     Raises TaskError if the pattern is no regular expression or has no group."""
     found: str | None = None
     for match in compile_pattern(pattern, "task.answer_pattern").finditer(text):
-        found = match.group(1)
+        found = match.group(1) or ""
     return None if found is None else found.strip()
 
 
