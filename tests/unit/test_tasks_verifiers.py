@@ -100,7 +100,6 @@ async def test_a_process_killed_between_answers_is_replaced(config):
         assert await pool.score("own", entry, answer("yes")) == Verdict(0.5)
         for process in workers():
             process.send_signal(signal.SIGKILL)
-            process.wait(10)
         assert await pool.score("own", entry, answer("yes")) == Verdict(0.5)
 
 

@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Self
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from tlt_pipeline.config import FileSource, ReasoningGymSource, Source, TaskConfig
 from tlt_pipeline.tasks.mix import labelled_sources
@@ -49,6 +49,7 @@ class VerifierPool:
             if isinstance(source, FileSource):
                 check_verifier(label, source.verifier)
         self._config = config
+        self._asked: set[ProcessFuture[Verdict]] = set()
         self._pool = self._start()
 
     async def score(self, source: str, entry: str, text: str) -> Verdict:
@@ -69,6 +70,8 @@ class VerifierPool:
 
     def close(self) -> None:
         """Stops the processes; scores still awaited are cancelled."""
+        for future in list(self._asked):
+            future.cancel()  # the pool drops what it has not begun without telling who waits for it
         self._pool.stop()
         self._pool.join()
 
@@ -84,12 +87,15 @@ class VerifierPool:
         limit = self._config.verify_timeout_s
         arguments = (source, entry, text, self._config.answer_pattern)
         future = self._pool.schedule(_score, args=arguments, timeout=limit)
+        self._asked.add(future)
         try:
             return await asyncio.wrap_future(future)
         except TimeoutError:
             return Verdict(0.0, f"the verifier took longer than task.verify_timeout_s ({limit:g} s)")
         except ProcessExpired as error:
             return Verdict(0.0, f"the verifier's process died (exit code {error.exitcode})")
+        finally:
+            self._asked.discard(future)
 
     def _start(self) -> ProcessPool:
         gym = any(isinstance(source, ReasoningGymSource) for source in self._sources.values())
