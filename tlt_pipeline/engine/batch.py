@@ -58,7 +58,7 @@ class Batch:
         self.features_RLC = torch.zeros((rows, L, config.hidden_size), dtype=dtype, device=device)
         self.drafter_cache: KVCache | None = None
         self.device, self.dtype = device, dtype
-        self._sampling: RowSampling | None = None
+        self._sampling: dict[int, RowSampling] = {}
 
     def __len__(self) -> int:
         return len(self.running)
@@ -73,7 +73,7 @@ class Batch:
         self.top_k[row], self.top_p[row] = sampling.top_k, sampling.top_p
         self.drafted_lengths[row] = 0
         self.tokens_RL[row, : len(running.prompt)] = torch.tensor(running.prompt, device=self.device)
-        self._sampling = None
+        self._sampling.clear()
         return row
 
     def remove(self, row: int) -> None:
@@ -92,7 +92,7 @@ class Batch:
             self.tokens_RL[row, : length + 1] = self.tokens_RL[last, : length + 1]
             self.features_RLC[row, :length] = self.features_RLC[last, :length]
         self.running.pop()
-        self._sampling = None
+        self._sampling.clear()
 
     def copy_prompt(self, source: int, target: int) -> None:
         """A sibling has read the same prompt already: its keys, values and features are the same to the bit."""
@@ -102,10 +102,9 @@ class Batch:
 
     def sampling(self, width: int) -> RowSampling:
         """Columns for B * width rows, in the order of flattened [B, width]."""
-        B = len(self.running)
-        if self._sampling is None or self._sampling.inverse_temperature_N1.shape[0] != B * width:
-            self._sampling = self._build_sampling(B, width)
-        return self._sampling
+        if width not in self._sampling:
+            self._sampling[width] = self._build_sampling(len(self.running), width)
+        return self._sampling[width]
 
     def _build_sampling(self, B: int, width: int) -> RowSampling:
         temperature = np.repeat(self.temperatures[:B], width)

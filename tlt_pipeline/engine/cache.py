@@ -45,15 +45,20 @@ class CachedAttention:
         self.cache, self.exact = cache, exact
         self.B, self.W = positions_BW.shape
         self.first_row = first_row
-        self.L = min(round_up(longest), cache.length)
+        # one query of one row may look at everything there is: no mask, and no padding where bits don't matter
+        single = self.B == self.W == 1 and not exact
+        self.L = longest if single else min(round_up(longest), cache.length)
         device, dtype = cache.data.device, cache.data.dtype
         rows_B1 = torch.arange(first_row, first_row + self.B, device=device).unsqueeze(1)
         self.slots_N = (rows_B1 * cache.length + positions_BW).flatten()
-        mask_BWL = torch.zeros((self.B, self.W, self.L), dtype=dtype, device=device).masked_fill_(
-            torch.arange(self.L, device=device) > positions_BW.unsqueeze(-1), float("-inf")
-        )
-        self.mask = mask_BWL.unsqueeze(1)
+        self.mask = None if single else self._causal_mask(positions_BW, dtype)
         self._heads_mask: Tensor | None = None
+
+    def _causal_mask(self, positions_BW: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, 1, W, L]: 0 where a token may look, -inf elsewhere."""
+        mask_BWL = torch.zeros((self.B, self.W, self.L), dtype=dtype, device=positions_BW.device)
+        hidden_BWL = torch.arange(self.L, device=positions_BW.device) > positions_BW.unsqueeze(-1)
+        return mask_BWL.masked_fill_(hidden_BWL, float("-inf")).unsqueeze(1)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N, H, D], k and v [N, K, D] with N >= B * W (the rest is padding) -> [N, H, D]."""
@@ -86,6 +91,7 @@ class CachedAttention:
         return out.view(B, H, W, D).transpose(1, 2).reshape(B * W, H, D)
 
     def _mask_for(self, heads: int) -> Tensor:
+        assert self.mask is not None
         if self._heads_mask is None:
             expanded = self.mask.expand(self.B, heads, self.W, self.L)
             self._heads_mask = expanded.reshape(self.B, heads * self.W, 1, self.L)

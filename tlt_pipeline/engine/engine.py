@@ -112,8 +112,8 @@ class Engine:
         limit = min(self.config.max_context, self.policy.config.max_position_embeddings - self.depth)
         if total > limit:
             raise ValueError(
-                f"prompt of {request.prompt.length} and answer of up to {request.sampling.max_new_tokens} tokens exceed "
-                f"the context of {limit}: raise engine.max_context or lower rollout.max_new_tokens"
+                f"prompt of {request.prompt.length} and answer of up to {request.sampling.max_new_tokens} tokens "
+                f"exceed the context of {limit}: raise engine.max_context or lower rollout.max_new_tokens"
             )
         self.waiting.append(request)
 
