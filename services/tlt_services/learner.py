@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from tlt_pipeline.actor import Actor, run_service
 from tlt_pipeline.bus.link import BusFull
@@ -190,7 +190,7 @@ class Learner:
             reason = f"too old for step {order.step} (max_staleness {self.config.max_staleness})"
             await self.bus.dead_letter(delivery, reason)
 
-    async def _give_up(self, order: TrainStep, error: NonFiniteUpdate) -> None:
+    async def _give_up(self, order: TrainStep, error: NonFiniteUpdate) -> NoReturn:
         """The step can't be trained: keeps the last good state, ends the run."""
         kept = await self.run(self.lineage.checkpoint)
         where = f"{self.lineage.published.path} and its optimizer state" if kept else self.lineage.published.path

@@ -62,6 +62,7 @@ class Measured:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    lr: float = 0.0
     seen: int = 0
     ratio: float = 0.0
     clipped: float = 0.0
@@ -99,7 +100,6 @@ def summarize(
     measured: Measured,
     left_out: int,
     version: int,
-    lr: float,
     seconds: float,
 ) -> StepMetrics:
     """`version`: of the policy that was trained; `left_out`: groups without gradient."""
@@ -110,7 +110,7 @@ def summarize(
     return StepMetrics(
         loss=mean(measured.losses),
         grad_norm=mean(measured.norms),
-        lr=lr,
+        lr=measured.lr,
         entropy=measured.entropy / tokens,
         kl=measured.kl / seen,
         ratio=measured.ratio / seen if measured.seen else 1.0,

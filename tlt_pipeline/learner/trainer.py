@@ -25,6 +25,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from tlt_pipeline.config import LearnerConfig
 from tlt_pipeline.learner.answers import Answer, prepare_answers, split_minibatches, token_data
 from tlt_pipeline.learner.batching import MicroBatch, bucket, collate
 from tlt_pipeline.learner.compute import choose_scoring
-from tlt_pipeline.learner.losses import Objective, answer_weights, policy_loss
+from tlt_pipeline.learner.losses import Objective, TokenData, answer_weights, policy_loss
 from tlt_pipeline.learner.metrics import Measured, StepMetrics, summarize
 from tlt_pipeline.learner.optimizer import make_optimizer, update, warm_up
 from tlt_pipeline.learner.scoring import Scored, backpropagate, score_answers
@@ -99,8 +100,7 @@ class Trainer:
             raise
         self.version += 1
         self.intact = True
-        seconds = time.monotonic() - began
-        return summarize(completions, measured, left_out, self.version - 1, self._lr(), seconds)
+        return summarize(completions, measured, left_out, self.version - 1, time.monotonic() - began)
 
     def _minibatches(self, answers: Sequence[Answer], epoch: int) -> list[list[Answer]]:
         return split_minibatches(answers, self.config.minibatches, f"{self.seed}/{self.version}/{epoch}")
@@ -109,8 +109,7 @@ class Trainer:
         """Fills in what must be known of the answers before the first update."""
         several = self.config.epochs * self.config.minibatches > 1
         for answer in answers:
-            fresh = answer.staleness == 0 or self.config.tis_cap > 0
-            answer.own = fresh and not several
+            answer.own = self._is_fresh(answer) and not several
         if not answers or not (several or self._reference):
             return
         for minibatch in self._minibatches(answers, 0):
@@ -118,11 +117,15 @@ class Trainer:
                 _check_stop(stop)
                 rows = [minibatch[index] for index in batch.indices]
                 if several:
-                    for answer, old in zip(rows, self._score(self.policy, batch, rows), strict=True):
-                        answer.old = old if answer.staleness == 0 or self.config.tis_cap > 0 else None
+                    for answer, logprobs in zip(rows, self._score(self.policy, batch, rows), strict=True):
+                        answer.old = logprobs if self._is_fresh(answer) else None
                 if self._reference is not None:
                     for answer, logprobs in zip(rows, self._score(self._reference, batch, rows), strict=True):
                         answer.reference = logprobs
+
+    def _is_fresh(self, answer: Answer) -> bool:
+        """Its old policy is this version, not the one that wrote it."""
+        return answer.staleness == 0 or self.config.tis_cap > 0
 
     def _score(self, model: Decoder, batch: MicroBatch, rows: Sequence[Answer]) -> Sequence[Tensor]:
         """Log-probabilities of each answer's tokens, on the CPU."""
@@ -142,26 +145,24 @@ class Trainer:
         total = 0.0
         for batch in self._micro_batches(minibatch):
             _check_stop(stop)
-            data = token_data(minibatch, batch, weights)
-
-            def share(scored: Scored, rows: slice) -> Tensor:
-                found = policy_loss(scored.logprobs_A, scored.entropy_A, data[rows], self._objective)  # noqa: B023
-                measured.add_update(found)
-                return (found.loss_A * data.weights_A[rows]).sum()  # noqa: B023
-
+            share = partial(self._share, token_data(minibatch, batch, weights), measured)
             loss, scored = backpropagate(self.policy, batch, self.scoring, share)
             total += loss
             if first:
                 fresh = [minibatch[index].staleness == 0 for index in batch.indices]
                 measured.add_scored(scored, [minibatch[index].rollout for index in batch.indices], fresh)
-        norm = update(self.policy, self.optimizer, self._lr(), self.config.max_grad_norm, total)
+        measured.lr = self.config.lr * warm_up(self.updates, self.config.warmup_steps)
+        norm = update(self.policy, self.optimizer, measured.lr, self.config.max_grad_norm, total)
         self.intact = False
         self.updates += 1
         measured.losses.append(total)
         measured.norms.append(norm)
 
-    def _lr(self) -> float:
-        return self.config.lr * warm_up(self.updates, self.config.warmup_steps)
+    def _share(self, data: TokenData, measured: Measured, scored: Scored, rows: slice) -> Tensor:
+        """What some rows of a micro-batch add to the update's loss."""
+        found = policy_loss(scored.logprobs_A, scored.entropy_A, data[rows], self._objective)
+        measured.add_update(found)
+        return (found.loss_A * data.weights_A[rows]).sum()
 
 
 def _check_stop(stop: Callable[[], bool]) -> None:
