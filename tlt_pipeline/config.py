@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 Positive = Annotated[int, Field(ge=1)]
@@ -79,7 +79,22 @@ class FileSource(Section):
     """math_verify, exact, regex, or the user's `module:function` (answer: str, entry: dict) -> float."""
 
 
-Source = Annotated[ReasoningGymSource | FileSource, Field(discriminator="type")]
+def _source_type(value: Any) -> str:
+    """`type` may be left out: what has a path is a file."""
+    if not isinstance(value, dict):
+        return getattr(value, "type", "")
+    keys = cast(dict[str, Any], value)
+    return str(keys.get("type", "file" if "path" in keys else "reasoning_gym"))
+
+
+Source = Annotated[
+    Annotated[ReasoningGymSource, Tag("reasoning_gym")] | Annotated[FileSource, Tag("file")],
+    Discriminator(
+        _source_type,
+        custom_error_type="source_type",
+        custom_error_message="a task source is of type reasoning_gym or file",
+    ),
+]
 
 
 class TaskConfig(Section):
@@ -337,7 +352,9 @@ def _one_line(error: BaseException) -> str:
 
 
 def _explain(error: ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
+    errors = error.errors(include_url=False)
+    # A mistyped key is missing under its right name too: that it is unknown says more.
+    first = next((entry for entry in errors if entry["type"] == "extra_forbidden"), errors[0])
     path = [part for part in first["loc"] if part not in ("reasoning_gym", "file")]
     where = ".".join(str(part) for part in path)
     if first["type"] == "extra_forbidden":

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from tlt_pipeline.config import TaskConfig, load_config
+from tlt_pipeline.config import ConfigError, TaskConfig, load_config, validate_config
 from tlt_pipeline.tasks.mix import TaskMix, labelled_sources
 from tlt_pipeline.tasks.prompts import Prompt, TaskError, extract_answer, prompt_text, render
 from tlt_pipeline.tasks.traces import write_trace
@@ -123,6 +123,24 @@ def test_a_wrong_source_is_one_line_with_the_remedy(change, message):
 def test_a_wrong_task_section_is_one_line_with_the_remedy(settings, message):
     with pytest.raises(TaskError, match=message):
         TaskMix(TaskConfig.model_validate({"sources": [SHORT], **settings}), 0)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"nam": "gcd"}, r"unknown key 'task\.sources\.0\.nam'; did you mean 'name'\?"),
+        ({"path": "a.jsonl", "verifyer": "exact"}, r"sources\.0\.verifyer'; did you mean 'verifier'\?"),
+        ({"type": "gym", "name": "gcd"}, r"sources\.0: a task source is of type reasoning_gym or file"),
+    ],
+)
+def test_a_mistyped_source_is_named(source, message):
+    with pytest.raises(ConfigError, match=message):
+        validate_config({"policy": {"model": "m"}, "task": {"sources": [source]}})
+
+
+def test_the_type_of_a_source_may_be_left_out():
+    sources = task({"name": "gcd"}, {"path": "a.jsonl"}).sources
+    assert [source.type for source in sources] == ["reasoning_gym", "file"]
 
 
 def test_the_last_match_is_the_answer():
