@@ -28,6 +28,7 @@ from tlt_pipeline.bus.journal import Journal
 from tlt_pipeline.models.tokenizer import load_tokenizer
 from tlt_pipeline.rundir import RunDir
 from tlt_pipeline.scheduling import events as e
+from tlt_pipeline.scheduling.admission import note_weights
 from tlt_pipeline.scheduling.decisions import decide
 from tlt_pipeline.scheduling.state import (
     Settings,
@@ -152,7 +153,8 @@ class Scheduler:
         """One round: what arrived meanwhile, decided and carried out in one step."""
         arrivals: list[Arrival] = []
         with contextlib.suppress(TimeoutError):
-            arrivals += await asyncio.wait_for(self.arrived.get(), _TICK_S)
+            async with asyncio.timeout(_TICK_S):
+                arrivals += await self.arrived.get()
         while not self.arrived.empty():
             arrivals += self.arrived.get_nowait()
         events: list[e.Event] = [e.Tick()]
@@ -170,7 +172,7 @@ class Scheduler:
             state, more = decide(state, event, time.time())
             commands += more
         if before.next_step is None and state.next_step is not None:
-            await asyncio.to_thread(self.run_log.begin, state.next_step)
+            await asyncio.to_thread(self.run_log.begin, state.trained)
         try:
             appends = await self._prepare(commands)
         except ValueError:
@@ -248,9 +250,11 @@ class Scheduler:
         return [Outgoing(stream, m.Shutdown(reason=reason)) for stream in [*streams, m.LEARNER_COMMANDS]]
 
     async def _conclude(self) -> None:
-        summary = await asyncio.to_thread(
-            self.run_log.summarise, self.state.trained, self.state.account, self.state.evals
-        )
+        state = self.state
+        for _, message in await self.bus.listen(m.WEIGHTS, "0", block_s=0.0):
+            if isinstance(message, m.WeightsPublished):
+                state = note_weights(state, message)  # drafters of the last moment count too
+        summary = await asyncio.to_thread(self.run_log.summarise, state.trained, state.account, state.evals)
         _clear(self.blobs)
         self.actor.log.info(
             "run complete",

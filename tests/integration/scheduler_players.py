@@ -41,8 +41,9 @@ class SchedulerProcess:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
 
-    async def exit_code(self, timeout_s: float = 30.0) -> int:
-        return await asyncio.wait_for(self.process.wait(), timeout_s)
+    async def exit_code(self, timeout_s: float = 90.0) -> int:
+        async with asyncio.timeout(timeout_s):
+            return await self.process.wait()
 
     async def kill(self) -> None:
         self.process.kill()

@@ -44,6 +44,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.url
 
 
+@pytest.mark.slow
 async def test_a_run_from_start_to_summary(tmp_path: Path, redis_url: str) -> None:
     settings = {"rollout__temperature": 0.7, "rollout__top_k": 5, "rollout__stop": ["\n"], "seed": 4}
     run, config = prepare(tmp_path, steps=3, task__held_out=2, task__eval_every=2, **settings)
@@ -69,6 +70,7 @@ async def test_a_run_from_start_to_summary(tmp_path: Path, redis_url: str) -> No
     assert {c.request_id for c in read_journal(run.journal, "completions")} == set(players.requests)
     assert any(run.tensorboard.iterdir()) and players.shards and not players.blobs.names()
     check_requests(players.requests)
+    assert not [line for line in log_lines(run) if line["level"] != "info"]
 
 
 def check_requests(requests: dict[str, m.RolloutRequest]) -> None:
@@ -85,13 +87,14 @@ def check_requests(requests: dict[str, m.RolloutRequest]) -> None:
     assert {r.sampling.temperature for r in evaluated} == {0.0}
 
 
+@pytest.mark.slow
 async def test_killed_again_and_again_it_trains_every_request_once(tmp_path: Path, redis_url: str) -> None:
     run, config = prepare(tmp_path, steps=4, rollout__group_size=4, max_staleness=1, learner__colocated=False)
     players = Players(redis_url, run, config)
     async with players.at_work():
         for kill_at in (5, 20):
             async with scheduler(run, redis_url) as process:
-                await wait_until(lambda count=kill_at: len(players.requests) >= count, 30.0)
+                await wait_until(lambda count=kill_at: len(players.requests) >= count, 60.0)
                 await process.kill()
         async with scheduler(run, redis_url) as process:
             assert await process.exit_code() == 0
@@ -102,11 +105,12 @@ async def test_killed_again_and_again_it_trains_every_request_once(tmp_path: Pat
     assert {request.step - request.policy_version for request in players.requests.values()} <= {0, 1}
 
 
+@pytest.mark.slow
 async def test_a_stopped_run_goes_on_with_another_redis(tmp_path: Path, redis_url: str) -> None:
     run, config = prepare(tmp_path, steps=5)
     first = Players(redis_url, run, config)
     async with scheduler(run, redis_url) as process, first.at_work():
-        await wait_until(lambda: first.version >= 2, 30.0)
+        await wait_until(lambda: first.version >= 2, 60.0)
         process.stop()
         assert await process.exit_code() == 0
     assert not run.summary.exists() and not first.ended, "stopping is no end of the run"
@@ -158,10 +162,10 @@ async def test_it_says_for_whom_it_waits(tmp_path: Path, redis_url: str) -> None
         return any(line["event"].startswith(f"waiting for {text}") for line in log_lines(run))
 
     async with scheduler(run, redis_url):
-        await wait_until(lambda: said("the learner's first policy version"), 20.0)
+        await wait_until(lambda: said("the learner's first policy version"), 60.0)
         bus = await players.connect("learner")
         await players.publish(bus, "policy", 0)
-        await wait_until(lambda: said("a rollout worker"), 20.0)
+        await wait_until(lambda: said("a rollout worker"), 60.0)
         await bus.close()
 
 
@@ -170,7 +174,7 @@ async def test_two_schedulers_of_one_run_do_not_both_decide(tmp_path: Path, redi
     players = Players(redis_url, run, config)
     bus = await players.connect("learner")
     async with scheduler(run, redis_url) as first:
-        await wait_until(lambda: any("waiting" in line["event"] for line in log_lines(run)), 20.0)
+        await wait_until(lambda: any("waiting" in line["event"] for line in log_lines(run)), 60.0)
         async with scheduler(run, redis_url) as second:
             assert await first.exit_code() == 1
             assert second.process.returncode is None

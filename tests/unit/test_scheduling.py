@@ -236,8 +236,8 @@ def test_evaluations_are_greedy_extras_that_are_waited_for_and_never_trained_on(
     run = Driver(steps=2, eval_every=2, eval_prompts=2, slots=1)
     run.start()
     assert [(s.step, s.purpose, s.prompts, s.group_size) for s in run.look(e.SubmitStep)] == [
-        (0, "eval", 2, 1),
         (0, "train", 1, 2),
+        (0, "eval", 2, 1),
     ]
     for index in (0, 1):
         run.answer(0, index)

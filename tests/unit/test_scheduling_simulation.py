@@ -11,7 +11,7 @@ import pytest
 from tests.unit.scheduling_world import World
 from tlt_pipeline.scheduling.state import Settings
 
-SEEDS, PARTS = 400, 4
+SEEDS, PARTS = 300, 3
 
 
 @pytest.mark.slow

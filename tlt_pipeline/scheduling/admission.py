@@ -66,21 +66,19 @@ def note_policy(state: State, version: int) -> State:
 
 
 def admit(state: State, now: float) -> Decision:
-    """Submits what may be: evaluations first, they are wanted before the version is trained on."""
+    """Submits what may be. Evaluations come last: they fill the tail of the step, and are waited for
+    anyway before its version is trained on."""
     commands: list[Command] = []
     if state.next_step is None:
         return state, commands
+    together = not (state.settings.colocated and live_steps(state))
+    while together and _may_admit(state):
+        step = state.next_step or 0
+        state, command = _submit(replace(state, next_step=step + 1), step, "train", now)
+        commands.append(command)
     if is_eval_due(state):
         version = state.policy_version
-        state = replace(state, last_eval=version)
-        state, command = _submit(state, version, "eval", now)
-        commands.append(command)
-    if state.settings.colocated and live_steps(state):
-        return state, commands
-    while _may_admit(state):
-        assert state.next_step is not None
-        step = state.next_step
-        state, command = _submit(replace(state, next_step=step + 1), step, "train", now)
+        state, command = _submit(replace(state, last_eval=version), version, "eval", now)
         commands.append(command)
     return state, commands
 
