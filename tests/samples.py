@@ -38,6 +38,7 @@ def completion(of: m.RolloutRequest, **changes: Any) -> m.Completion:
         "policy_logprobs": m.Array.of([-0.5, -0.25], "float32"),
         "finish_reason": "stop",
         "reward": 1.0,
+        "claim": "exact",
         "draft": m.DraftStats(drafts=1, drafted=4, accepted=2, accepted_by_position=(1, 1), decode_steps=1),
         "slot": 0,
         "attempt": 1,

@@ -24,6 +24,9 @@ Holder = Literal["rollout", "drafter", "learner"]
 Purpose = Literal["train", "eval"]
 FinishReason = Literal["stop", "length"]
 ModelKind = Literal["policy", "drafter"]
+Claim = Literal["exact", "float32", "distribution"]
+"""What may be said of an answer (design 5.1). exact: a repetition is equal to the bit. float32: equal up to ties, about
+1 token in 10^5. distribution: equally distributed."""
 
 
 class InvalidMessage(ValueError):
@@ -140,6 +143,7 @@ class Completion(Message):
     policy_logprobs: Array
     finish_reason: FinishReason
     reward: float
+    claim: Claim
     reward_error: str | None = None
     """Why the verifier gave no verdict (timeout, exception); the reward is then 0 and counted."""
     draft: DraftStats

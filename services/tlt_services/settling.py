@@ -15,9 +15,8 @@ from tlt_pipeline.blobs import open_hidden_states
 from tlt_pipeline.bus.streams import Delivery
 from tlt_pipeline.drafter.streaming import ShardStream
 from tlt_pipeline.engine.engine import FeaturePiece, Finished
-from tlt_pipeline.engine.invariance import Claim
 from tlt_pipeline.engine.loop import Output
-from tlt_pipeline.messages import COMPLETIONS, HIDDEN_STATES, Array, Completion, HiddenShard, RolloutRequest
+from tlt_pipeline.messages import COMPLETIONS, HIDDEN_STATES, Array, Claim, Completion, HiddenShard, RolloutRequest
 from tlt_pipeline.models.tokenizer import Tokenizer
 from tlt_pipeline.rundir import RunDir
 from tlt_pipeline.tasks.pool import VerifierPool
@@ -117,6 +116,7 @@ class Settling:
             policy_logprobs=Array.of(finished.policy_logprobs, "float32"),
             finish_reason=finished.reason,
             reward=reward,
+            claim=self.claim,
             reward_error=error,
             draft=finished.draft,
             slot=self.slot,

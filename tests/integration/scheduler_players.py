@@ -140,6 +140,7 @@ class Players:
             policy_logprobs=m.Array.of([-0.5] * len(tokens), "float32"),
             finish_reason="stop",
             reward=float(request.index % 2),
+            claim="exact",
             draft=m.DraftStats(drafts=2, drafted=8, accepted=request.step + 1),
             slot=slot,
             attempt=delivery.attempt,

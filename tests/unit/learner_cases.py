@@ -48,6 +48,7 @@ def make_completion(group: int, index: int, prompt: list[int], tokens: list[int]
         "draft": DraftStats(),
         "slot": 0,
         "attempt": 1,
+        "claim": "exact",
         "started_at": 0.0,
         "finished_at": 1.0,
     }

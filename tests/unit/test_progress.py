@@ -175,6 +175,7 @@ def test_the_summary_names_numbers_and_next_commands(tmp_path: Path, capsys: pyt
         "dead_letters": 0,
         "answer_length_p50": 40,
         "answer_length_p99": 210,
+        "claim": "exact",
     }
     print_summary(json.loads(json.dumps(summary)), tmp_path, Console(width=200))
     shown = capsys.readouterr().out

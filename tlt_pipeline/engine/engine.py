@@ -18,12 +18,12 @@ from torch import Tensor
 from tlt_pipeline.config import EngineConfig
 from tlt_pipeline.engine.batch import Batch, Running
 from tlt_pipeline.engine.forward import Forward, prefill_features
-from tlt_pipeline.engine.invariance import Claim, decide_exactness
+from tlt_pipeline.engine.invariance import decide_exactness
 from tlt_pipeline.engine.noise import gumbel_noise, noise_keys, token_hashes
 from tlt_pipeline.engine.sampling import Draw, draw
 from tlt_pipeline.engine.speculation import propose_chain
 from tlt_pipeline.engine.stopping import find_end
-from tlt_pipeline.messages import DraftStats, FinishReason, RolloutRequest
+from tlt_pipeline.messages import Claim, DraftStats, FinishReason, RolloutRequest
 from tlt_pipeline.models.decoder import Decoder
 from tlt_pipeline.models.drafter import EagleDrafter
 from tlt_pipeline.models.tokenizer import Tokenizer

@@ -14,10 +14,8 @@ from torch import Tensor
 from tlt_pipeline.config import ConfigError
 from tlt_pipeline.engine.cache import KVCache
 from tlt_pipeline.engine.forward import Forward
+from tlt_pipeline.messages import Claim
 from tlt_pipeline.models.decoder import Decoder
-
-Claim = Literal["exact", "float32", "distribution"]
-"""exact: equal to the bit. float32: equal up to ties (about 1 token in 10^5). distribution: equally distributed."""
 
 
 def decide_exactness(

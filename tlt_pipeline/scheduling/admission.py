@@ -117,6 +117,7 @@ def note_completion(state: State, event: CompletionSeen, now: float) -> Decision
             f"{event.request_id} was written by policy version {event.policy_version} instead of "
             f"{batch.policy_version}: the staleness bound can't be kept, please report this",
         )
+    state = count(state, f"answers_{event.claim}")
     return _put_batch(state, replace(batch, answers={**batch.answers, key: event.answer}), now), []
 
 

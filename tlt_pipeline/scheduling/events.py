@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tlt_pipeline.messages import (
+    Claim,
     Completion,
     DeadLetter,
     HiddenShard,
@@ -51,6 +52,7 @@ class CompletionSeen:
     drafts: int = 0
     accepted: int = 0
     verified: bool = True
+    claim: Claim = "exact"
 
     @classmethod
     def of(cls, completion: Completion) -> CompletionSeen:
@@ -62,6 +64,7 @@ class CompletionSeen:
             drafts=completion.draft.drafts,
             accepted=completion.draft.accepted,
             verified=completion.reward_error is None,
+            claim=completion.claim,
         )
 
     @property

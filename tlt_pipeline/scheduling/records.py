@@ -12,8 +12,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from tlt_pipeline.messages import Claim
 from tlt_pipeline.scheduling.state import Account, Answer, Batch
 
+CLAIMS: tuple[Claim, ...] = ("distribution", "float32", "exact")
+"""From the weakest on: a run claims what holds for all of its answers."""
 FIRST_AND_LAST = 3
 """`reward_first` is the mean over the first so many steps, `reward_last` over the last."""
 
@@ -205,8 +208,10 @@ def _sums(records: Sequence[StepRecord], since: Account) -> dict[str, Any]:
             unused[reason] += seconds
         counts.update(facts["counts"])
     yields = sum(r.yields for r in records) + since.yields
+    claims = [claim for claim in CLAIMS if counts[f"answers_{claim}"]]
     yield_s = fsum([*(r.yield_s for r in records), since.yield_s])
     return {
+        "claim": claims[0] if claims else None,
         "slot_idle_unused_s": dict(sorted(unused.items())),
         "drafter_tokens_trained": sum(r.drafter_tokens_trained for r in records) + since.drafter_tokens,
         "yields": yields,

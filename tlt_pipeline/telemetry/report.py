@@ -9,6 +9,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+_CLAIMS = {
+    "exact": "answers don't depend on drafters, batches or crashes, to the bit",
+    "float32": "answers are the same up to ties, about 1 token in 100,000",
+    "distribution": "answers are equally distributed",
+}
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -41,6 +46,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("time", f"{s['step_s']:.1f} s in steps: {s['rollout_s']:.1f} s rollout, {s['learner_s']:.1f} s learner"),
         ("idle slots", f"{idle:.1f} s{share}"),
         ("answers", f"{s['requests_trained']} trained of {s['requests_admitted']}, {s['dead_letters']} dead letters"),
+        ("claim", f"{s['claim']}: {_CLAIMS.get(s['claim'], '')}"),
         ("answer length", f"p50 {s['answer_length_p50']}, p99 {s['answer_length_p99']} tokens"),
     ]
 
