@@ -169,7 +169,7 @@ def test_an_answer_that_arrives_twice_or_for_another_step_changes_nothing() -> N
     for name in ("s00009-p000-00", "s00000-p007-00", "nonsense"):
         run.tell(e.CompletionSeen(name, 0, 1.0, 5))
     assert run.state.outstanding == 1
-    assert run.state.account.counts == {"ignored_completion": 4}
+    assert run.state.account.counts == {"ignored_completion": 4, "answers_exact": 1}
 
 
 def test_an_answer_of_another_policy_version_ends_the_run() -> None:
