@@ -44,7 +44,7 @@ class ShardStream:
             full += self.flush()
         self._step, self._version = request.step, request.policy_version
         held_out = _share(request.request_id, "held out") < self.config.held_out_share
-        self._documents[held_out].append(_document(piece))
+        self._documents[held_out].append(document_of(piece))
         if sum(map(len, self._documents[held_out])) >= self.config.shard_tokens:
             full += self._write(held_out)
         return full
@@ -74,7 +74,7 @@ class ShardStream:
         ]
 
 
-def _document(piece: FeaturePiece) -> Document:
+def document_of(piece: FeaturePiece) -> Document:
     length = piece.tokens_T.shape[0]
     mask = torch.zeros(length, dtype=torch.uint8)
     mask[max(piece.answer_from - piece.start, 0) :] = 1

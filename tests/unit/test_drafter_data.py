@@ -1,0 +1,207 @@
+"""From hidden states to training batches: the shard format, the pairing, packing, the buffer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from tests.unit.drafter_cases import document, one_thread, policy  # noqa: F401
+from tlt_pipeline.blobs import BlobStore
+from tlt_pipeline.drafter.batching import cut, pack, pack_rows, pair_weights, split_documents
+from tlt_pipeline.drafter.buffer import DocumentBuffer
+from tlt_pipeline.drafter.intake import ShardIntake
+from tlt_pipeline.drafter.shards import Document, ShardInvalid, read_shard, write_shard
+from tlt_pipeline.messages import BlobRef, HiddenShard
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path / "blobs")
+
+
+def make_buffer(**settings) -> DocumentBuffer:
+    return DocumentBuffer(**{"keep_steps": 2, "byte_limit": 1 << 30, "held_out_share": 0.1, "seed": 0, **settings})
+
+
+def shard_of(blob: BlobRef, version: int = 0, held_out: bool = False) -> HiddenShard:
+    return HiddenShard(
+        shard_id=blob.name, blob=blob, slot=0, step=version, policy_version=version, documents=1, tokens=1,
+        held_out=held_out,
+    )  # fmt: skip
+
+
+# --- shards -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shard_comes_back_as_written(store: BlobStore, dtype: torch.dtype) -> None:
+    documents = [document(5, position=7, prompt=2), document(3, first_token=40), document(1)]
+    documents = [Document(each.token_ids, each.hidden.to(dtype), each.loss_mask, each.position) for each in documents]
+    back = read_shard(store, write_shard(store, documents, "one"))
+    assert [each.position for each in back] == [7, 0, 0]
+    for found, wanted in zip(back, documents, strict=True):
+        assert torch.equal(found.token_ids, wanted.token_ids)
+        assert torch.equal(found.hidden, wanted.hidden) and found.hidden.dtype == dtype
+        assert torch.equal(found.loss_mask, wanted.loss_mask)
+
+
+def test_what_is_no_shard_is_refused(store: BlobStore) -> None:
+    good = load(store.read(write_shard(store, [document(4), document(4)], "good")))
+    hidden = good["hidden"].clone()
+    hidden[1, 1] = float("nan")
+    bad = {
+        "missing": {name: tensor for name, tensor in good.items() if name != "hidden"},
+        "lengths": {**good, "loss_mask": good["loss_mask"][:-1]},
+        "offsets": {**good, "starts": good["starts"].flip(0).contiguous()},
+        "beyond": {**good, "starts": torch.tensor([0, 8], dtype=torch.int32)},
+        "none": {**good, "starts": good["starts"][:0], "positions": good["positions"][:0]},
+        "negative": {**good, "positions": torch.tensor([0, -1], dtype=torch.int32)},
+        "nan": {**good, "hidden": hidden},
+        "dtype": {**good, "token_ids": good["token_ids"].float()},
+    }
+    for name, tensors in bad.items():
+        with pytest.raises(ShardInvalid):
+            read_shard(store, store.write(name, save(tensors)))
+    with pytest.raises(ShardInvalid):
+        read_shard(store, store.write("text", b"no tensors here"))
+    with pytest.raises(ShardInvalid):
+        write_shard(store, [], "empty")
+    with pytest.raises(ShardInvalid):
+        write_shard(store, [document(4), document(4, size=8)], "sizes")
+
+
+# --- pairs --------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_next_token_with_this_feature_and_the_next_one_as_target() -> None:
+    """Token t is 100 + t, feature t is t: an input or a target that is off by one shows."""
+    batch = pack([document(6, position=50, prompt=3, first_token=100)])
+    assert batch.hidden_RWC[0, :, 0].tolist() == [0, 1, 2, 3, 4]
+    assert batch.next_tokens_RW[0].tolist() == [101, 102, 103, 104, 105]
+    assert batch.targets_RWC[0, :, 0].tolist() == [1, 2, 3, 4, 5]
+    assert batch.positions_RW[0].tolist() == [50, 51, 52, 53, 54]
+    # pair t says what is drawn as token t+2: answer tokens are 3, 4, 5; the last pair's is the one behind the end
+    assert batch.weight_RW[0].tolist() == [0, 1, 1, 1, 1]
+
+
+def test_last_pair_counts_only_inside_the_answer() -> None:
+    assert pair_weights(torch.tensor([0, 0, 0], dtype=torch.uint8)).tolist() == [0, 0]
+    assert pair_weights(torch.tensor([0, 0, 1], dtype=torch.uint8)).tolist() == [1, 1]
+    assert pair_weights(torch.tensor([1, 1], dtype=torch.uint8)).tolist() == [1]
+
+
+def test_packing_restarts_positions_and_keeps_documents_apart() -> None:
+    documents = [document(4, position=9), document(9, first_token=20), document(5, first_token=50), document(3)]
+    batch = pack(documents)
+    assert batch.next_tokens_RW.shape == (3, 8)  # 8 / 4 + 3 / 2 pairs, first fit by falling length
+    for index, wanted in enumerate(documents):
+        inside = batch.documents_RW == index
+        assert batch.positions_RW[inside].tolist() == list(range(wanted.position, wanted.position + len(wanted) - 1))
+        assert batch.offsets_RW[inside].tolist() == list(range(len(wanted) - 1))
+        assert batch.next_tokens_RW[inside].tolist() == wanted.token_ids[1:].tolist()
+    padding = batch.documents_RW == -1
+    assert batch.weight_RW[padding].sum() == 0
+
+
+def test_rows_are_filled() -> None:
+    lengths = [30, 5, 12, 18, 3, 9, 21, 7, 14, 2] * 10
+    rows = pack_rows(lengths)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in row) <= 30 for row in rows)
+    assert sum(lengths) / (30 * len(rows)) > 0.95
+
+
+def test_cutting_a_long_document_loses_no_pair() -> None:
+    whole = document(23, position=4, prompt=5)
+    pieces = cut(whole, 8)
+    assert max(map(len, pieces)) <= 8
+    pairs = [
+        (int(piece.token_ids[t + 1]), float(piece.hidden[t, 0]), piece.position + t)
+        for piece in pieces
+        for t in range(len(piece) - 1)
+    ]
+    assert pairs == [(t + 1, float(t), 4 + t) for t in range(22)]
+    assert [len(piece) for piece in cut(document(8), 8)] == [8]
+
+
+def test_groups_stay_below_the_limit() -> None:
+    groups = list(split_documents([document(length) for length in (5, 5, 30, 2, 2)], 10))
+    assert [[len(each) for each in group] for group in groups] == [[5, 5], [30], [2, 2]]
+
+
+# --- buffer -------------------------------------------------------------------------------------------------------
+
+
+def test_buffer_outlives_a_step_and_forgets_by_age() -> None:
+    buffer = make_buffer(keep_steps=2)
+    for version in range(4):
+        assert buffer.add([document(10 + version)], version, held_out=False) == 1
+    assert sorted(len(each) for each in buffer.draw(1000)) == [12, 13]
+    assert buffer.add([document(5)], 1, held_out=False) == 0
+
+
+def test_buffer_stays_below_its_bytes_and_drops_the_oldest() -> None:
+    buffer = make_buffer(byte_limit=3 * 10 * 64 * 4)
+    buffer.add([document(10, first_token=0)], 0, held_out=False)
+    buffer.add([document(10, first_token=100 * index) for index in range(1, 4)], 1, held_out=False)
+    assert buffer.bytes_used <= 3 * 10 * 64 * 4
+    assert 0 not in [int(each.token_ids[0]) for each in buffer.draw(1000)]
+
+
+def test_every_document_comes_once_an_epoch_and_new_ones_first() -> None:
+    buffer = make_buffer()
+    buffer.add([document(10, first_token=500)], 0, held_out=True)
+    buffer.add([document(10, first_token=index) for index in range(6)], 0, held_out=False)
+    assert len(buffer.draw(20)) == 2
+    buffer.add([document(10, first_token=100 + index) for index in range(2)], 0, held_out=False)
+    assert {int(each.token_ids[0]) for each in buffer.draw(20)} == {100, 101}
+    rest = [int(each.token_ids[0]) for _ in range(2) for each in buffer.draw(20)]
+    assert len(set(rest)) == 4 and max(rest) < 100
+    again = [int(each.token_ids[0]) for _ in range(4) for each in buffer.draw(20)]
+    assert sorted(again) == [0, 1, 2, 3, 4, 5, 100, 101]
+    assert len(buffer.draw(3)) == 1  # a document above the limit still comes
+
+
+def test_held_out_documents_are_never_drawn() -> None:
+    buffer = make_buffer()
+    buffer.add([document(10, first_token=500)], 0, held_out=True)
+    buffer.add([document(10, first_token=index) for index in range(5)], 0, held_out=False)
+    assert [int(each.token_ids[0]) for each in buffer.held_out(1000)] == [500]
+    assert len(buffer.draw(1000)) == 5
+
+
+def test_without_held_out_shards_a_share_of_the_others_is_kept_apart() -> None:
+    buffer = make_buffer(held_out_share=0.2)
+    buffer.add([document(10, first_token=index) for index in range(10)], 0, held_out=False)
+    held_out = {int(each.token_ids[0]) for each in buffer.held_out(1000)}
+    drawn = {int(each.token_ids[0]) for each in buffer.draw(1000)}
+    assert len(held_out) == 2 and not held_out & drawn
+
+
+def test_documents_without_a_pair_are_left_out() -> None:
+    assert make_buffer().add([document(1), document(6, prompt=6)], 0, held_out=False) == 0
+
+
+# --- intake -------------------------------------------------------------------------------------------------------
+
+
+def test_unusable_shards_are_dropped_with_their_reason(store: BlobStore) -> None:
+    buffer = make_buffer()
+    intake = ShardIntake(store, buffer, policy().config, longest=256)
+    good = shard_of(write_shard(store, [document(10)], "good"), version=5)
+    gone = shard_of(write_shard(store, [document(10)], "gone"), version=5)
+    store.delete("gone")
+    torn = shard_of(write_shard(store, [document(10)], "torn"), version=5)
+    (store.root / "torn").write_bytes(store.read(torn.blob)[:-1] + b"?")
+    text = shard_of(store.write("text", b"no tensors here"), version=5)
+    other = shard_of(write_shard(store, [document(10, size=8)], "other"), version=5)
+    vocabulary = shard_of(write_shard(store, [document(10, first_token=100)], "vocabulary"), version=5)
+    beyond = shard_of(write_shard(store, [document(10, position=250)], "beyond"), version=5)
+    old = shard_of(write_shard(store, [document(10)], "old"), version=3)
+    assert intake.take([good, gone, torn, text, other, vocabulary, beyond]) == 1
+    assert intake.take([good, old]) == 0
+    assert intake.counts == {"read": 1, "missing": 1, "corrupt": 1, "invalid": 4, "known": 1, "too_old": 1}
+    assert len(buffer) == 1
