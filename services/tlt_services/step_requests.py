@@ -11,8 +11,8 @@ from tlt_pipeline.tasks.mix import TaskMix
 from tlt_pipeline.tasks.prompts import Prompt, render
 
 
-class PromptTooLong(ValueError):
-    """A prompt leaves no room for its answer; one line that names it and the remedy."""
+class PromptUnfit(ValueError):
+    """A prompt that is empty or leaves no room for its answer; one line that names it and the remedy."""
 
 
 class RequestWriter:
@@ -24,16 +24,20 @@ class RequestWriter:
         self._tokenizer = tokenizer
 
     def write(self, order: SubmitStep) -> list[RolloutRequest]:
-        """In the order of prompts, a group together. Raises PromptTooLong, and what tasks and tokenizer
+        """In the order of prompts, a group together. Raises PromptUnfit, and what tasks and tokenizer
         refuse."""
         if order.purpose == "eval":
             prompts = self._tasks.held_out()[: order.prompts]
         else:
             prompts = self._tasks.draw(order.step, order.prompts)
-        return [request for number, prompt in enumerate(prompts) for request in self._group(order, number, prompt)]
+        rendered = [render(prompt, self._config.task, self._tokenizer) for prompt in prompts]
+        self._check_lengths(prompts, rendered)
+        requests: list[RolloutRequest] = []
+        for number, (prompt, tokens) in enumerate(zip(prompts, rendered, strict=True)):
+            requests += self._group(order, number, prompt, Array.of(tokens))
+        return requests
 
-    def _group(self, order: SubmitStep, number: int, prompt: Prompt) -> list[RolloutRequest]:
-        tokens = Array.of(self._render(prompt))
+    def _group(self, order: SubmitStep, number: int, prompt: Prompt, tokens: Array) -> list[RolloutRequest]:
         sampling = self._sampling(order)
         requests: list[RolloutRequest] = []
         for index in range(order.group_size):
@@ -55,18 +59,21 @@ class RequestWriter:
             )
         return requests
 
-    def _render(self, prompt: Prompt) -> list[int]:
-        tokens = render(prompt, self._config.task, self._tokenizer)
+    def _check_lengths(self, prompts: list[Prompt], rendered: list[list[int]]) -> None:
+        """Names the longest, so that one change of the config is enough."""
         answer, context = self._config.rollout.max_new_tokens, self._config.engine.max_context
-        if len(tokens) + answer > context:
-            raise PromptTooLong(
-                f"prompt {prompt.index} of source {prompt.source!r} has {len(tokens)} tokens; with answers of "
-                f"rollout.max_new_tokens={answer} that is over engine.max_context={context}: raise "
-                f"engine.max_context to {len(tokens) + answer} or more, or lower rollout.max_new_tokens"
+        by_length = sorted(zip(prompts, map(len, rendered), strict=True), key=lambda pair: pair[1])
+        (shortest, least), (longest, most) = by_length[0], by_length[-1]
+        if least == 0:
+            raise PromptUnfit(
+                f"prompt {shortest.index} of source {shortest.source!r} is empty: see task.prompt_template"
             )
-        if not tokens:
-            raise PromptTooLong(f"prompt {prompt.index} of source {prompt.source!r} is empty: see task.prompt_template")
-        return tokens
+        if most + answer > context:
+            raise PromptUnfit(
+                f"prompt {longest.index} of source {longest.source!r} has {most} tokens; with answers of "
+                f"rollout.max_new_tokens={answer} that is over engine.max_context={context}: raise "
+                f"engine.max_context to {most + answer} or more, or lower rollout.max_new_tokens"
+            )
 
     def _sampling(self, order: SubmitStep) -> Sampling:
         """Evaluation is greedy."""
