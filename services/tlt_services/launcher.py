@@ -25,7 +25,7 @@ from tlt_pipeline.config import ConfigError, RunConfig, load_config
 from tlt_pipeline.failures import EXIT_FAILED, EXIT_INTERRUPTED
 from tlt_pipeline.models.locate import locate_model
 from tlt_pipeline.processes import adopt_orphans
-from tlt_pipeline.rundir import RunDir, RunDirError, storing
+from tlt_pipeline.rundir import RunDir, RunDirError, StorageError, storing
 from tlt_pipeline.telemetry.logging import configure_logging
 from tlt_pipeline.telemetry.report import print_summary
 from tlt_services.preparation import default_root, is_prepared, make_run, note_redis, resume_run
@@ -99,7 +99,7 @@ class Launcher:
         try:
             with self._progress() as progress:
                 is_complete = self._watch(progress)
-        except RunEnded:
+        except (RunEnded, StorageError):
             self._supervisor.stop(self._config.limits.drain_s + _CUT_SHORT_S, self._sleep)
             raise
         if is_complete:

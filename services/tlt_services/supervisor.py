@@ -27,8 +27,10 @@ from tlt_pipeline.config import RunConfig
 from tlt_pipeline.failures import EXIT_FAILED, EXIT_FATAL, EXIT_USER
 from tlt_pipeline.messages import Role
 from tlt_pipeline.processes import PARENT_VARIABLE, usable_cores
+from tlt_pipeline.rundir import storing
 
 _LOG_TAIL_BYTES = 64 * 1024
+_PROBE_BYTES = 256 * 1024
 _RUN_END_GRACE_S = 10.0
 """A service that ended well is not missed for so long: the scheduler that sent Shutdown ends last."""
 _BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0)
@@ -136,7 +138,7 @@ class Supervisor:
 
     def check(self, is_complete: Callable[[], bool]) -> bool:
         """Notices ends, starts crashed services again. True once the scheduler ended well and the run is complete.
-        Raises RunEnded."""
+        Raises RunEnded, StorageError."""
         for child in self.children:
             if child.process is None:
                 if time.monotonic() >= child.start_at:
@@ -206,6 +208,7 @@ class Supervisor:
         reason = last_reason(child)
         if code in (EXIT_USER, EXIT_FATAL):
             raise RunEnded(f"{name}: {reason or f'exit code {code}, see {child.log_path}'}", _public(code))
+        check_space(self.run_dir)
         why = describe_end(code, reason)
         limit = self.config.limits.max_restarts
         if child.restarts >= limit:
@@ -230,6 +233,16 @@ class Supervisor:
             child.is_group_gone = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.process.pid, signal.SIGKILL)
+
+
+def check_space(run_dir: Path) -> None:
+    """On a full disk a service can't even log why it ends. Raises StorageError."""
+    probe = run_dir / f".probe-{os.getpid()}"
+    try:
+        with storing(run_dir):
+            probe.write_bytes(b"\0" * _PROBE_BYTES)
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def last_reason(child: Child) -> str | None:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.tiny import tiny_settings
 from tlt_pipeline.config import RunConfig, validate_config
+from tlt_pipeline.rundir import StorageError
 from tlt_services.supervisor import (
     RunEnded,
     Service,
@@ -118,6 +119,22 @@ def test_restarts_have_a_limit(start: Callable[..., Supervisor]) -> None:
     with pytest.raises(RunEnded, match=r"learner ended 3 times, last with exit code 7.*limits.max_restarts") as ended:
         watch(supervisor, lambda: False)
     assert ended.value.exit_code == 1
+
+
+def test_a_full_disk_ends_the_run_instead_of_restarts(
+    start: Callable[..., Supervisor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = start(Script("learner", code="raise SystemExit(1)"))
+    write = Path.write_bytes
+
+    def refuse(path: Path, data: bytes) -> int:
+        if path.name.startswith(".probe"):
+            raise OSError(28, "No space left on device")
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.raises(StorageError, match=r"no space left for .*--resume"):
+        watch(supervisor, lambda: False)
 
 
 @pytest.mark.parametrize(("code", "public"), [(2, 2), (3, 1)])
