@@ -1,7 +1,9 @@
-"""A run in virtual time around the scheduler's core: workers that crash, messages that come late, twice or reordered.
+"""A run in virtual time around the scheduler's core: workers that crash, messages that come late, twice or
+reordered.
 
-The world keeps what the bus promises (work at least once, one result a request, commands in order) and nothing more.
-It checks the invariants of design section 5 while it goes; `World(seed).run()` ends, or says why it can't.
+The world keeps what the bus promises (work at least once, one result a request, commands in order) and
+nothing more. It checks the invariants of design section 5 while it goes; `World(seed).run()` ends, or says
+why it can't.
 """
 
 from __future__ import annotations
@@ -9,11 +11,24 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from random import Random
-from typing import Any
 
+from tests.unit.scheduling_checks import check_state
+from tests.unit.scheduling_parts import (
+    DEADLINE_S,
+    LEASE_S,
+    MAX_ATTEMPTS,
+    TIMEOUT_S,
+    Clock,
+    Request,
+    Rollout,
+    Trainer,
+    heartbeat,
+    letter,
+    random_settings,
+    shard,
+    stamp,
+    weights,
+)
 from tlt_pipeline import messages as m
 from tlt_pipeline.scheduling import events as e
 from tlt_pipeline.scheduling.decisions import decide
@@ -21,65 +36,11 @@ from tlt_pipeline.scheduling.ids import RequestId
 from tlt_pipeline.scheduling.records import StepRecord
 from tlt_pipeline.scheduling.state import Settings, State, from_bytes, initial_state, to_bytes
 
-LEASE_S, MAX_ATTEMPTS, DEADLINE_S, TIMEOUT_S = 8.0, 3, 1.0, 4.0
 
-
-def random_settings(random: Random) -> Settings:
-    return Settings(
-        steps=random.randint(1, 4),
-        prompts=random.randint(1, 3),
-        group_size=random.randint(1, 4),
-        slots=random.randint(1, 6),
-        max_staleness=random.randint(0, 3),
-        colocated=random.random() < 0.5,
-        train_drafter=random.random() < 0.9,
-        deadline_s=DEADLINE_S,
-        worker_timeout_s=TIMEOUT_S,
-        bytes_quota=40,
-        keep_steps=random.randint(1, 2),
-        eval_every=random.choice([0, 0, 1, 2, 3]),
-        eval_prompts=random.randint(0, 3),
-    )
-
-
-@dataclass
-class Request:
-    version: int
-    attempts: int = 0
-    owner: str | None = None
-    owned_at: float = 0.0
-    settled: bool = False
-
-
-@dataclass
-class Rollout:
-    slot: int
-    up: bool = False
-    life: int = 0
-    lease: int = 0
-    running: set[str] = field(default_factory=set)
-    commands: deque[e.GrantLease] = field(default_factory=deque)
-
-
-@dataclass
-class Trainer:
-    slot: int
-    up: bool = False
-    life: int = 0
-    lease: int = 0
-    since: float = 0.0
-    recalled_at: float | None = None
-    commands: deque[e.GrantLease | e.RecallLease] = field(default_factory=deque)
-
-
-class World:
+class World(Clock):
     def __init__(self, seed: int, settings: Settings | None = None, trouble: float = 1.0) -> None:
-        self.random = Random(seed)
-        self.trouble = trouble * self.random.choice([0.0, 0.3, 1.0])
+        super().__init__(seed, trouble)
         self.settings = settings or random_settings(self.random)
-        self.now = 1000.0
-        self.agenda: list[tuple[float, int, Callable[[], None]]] = []
-        self.order = itertools.count()
         self.state: State = initial_state(self.settings, self.now)
         self.saved = self.state
         self.scheduler_up = True
@@ -99,20 +60,14 @@ class World:
         self.failed: str | None = None
         self.seen: Counter[str] = Counter()
 
-    # --- time --------------------------------------------------------------------------------------------------
-
-    def later(self, delay: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self.agenda, (self.now + delay, next(self.order), action))
-
-    def chance(self, share: float) -> bool:
-        return self.random.random() < share * self.trouble
+    # --- time -----------------------------------------------------------------------------------------------
 
     def run(self, limit_s: float = 2000.0) -> World:
         for worker in self.rollouts:
             self.later(self.random.uniform(0, 3), lambda w=worker: self.start_rollout(w))
         for trainer in self.trainers:
             self.later(self.random.uniform(0, 5), lambda t=trainer: self.start_trainer(t))
-        self.later(self.random.uniform(0, 3), lambda: self.tell(self.weights("policy", 0)))
+        self.later(self.random.uniform(0, 3), lambda: self.tell(weights("policy", 0)))
         self.later(0.25, self.tick)
         self.later(1.0, self.beat)
         while not self.finished and self.failed is None:
@@ -133,16 +88,16 @@ class World:
         self.later(1.0, self.beat)
         for worker in self.rollouts:
             if worker.up:
-                self.tell(self.heartbeat("rollout", worker.slot, worker.lease))
+                self.tell(heartbeat("rollout", worker.slot, worker.lease, self.now))
                 if self.chance(0.03):
                     self.crash_rollout(worker)
         for trainer in self.trainers:
             if trainer.up:
-                self.tell(self.heartbeat("drafter-trainer", trainer.slot, trainer.lease))
+                self.tell(heartbeat("drafter-trainer", trainer.slot, trainer.lease, self.now))
                 if self.chance(0.03):
                     self.crash_trainer(trainer)
 
-    # --- messages to the scheduler --------------------------------------------------------------------------------
+    # --- messages to the scheduler --------------------------------------------------------------------------
 
     def tell(self, event: e.Event) -> None:
         """Arrives once, sooner or later; sometimes twice."""
@@ -156,7 +111,7 @@ class World:
             return
         before = self.state.account
         self.state, commands = decide(self.state, event, self.now)
-        self.check_state(before)
+        check_state(self, before)
         if commands or not isinstance(event, e.Tick):
             self.saved = self.state
         for command in commands:
@@ -173,17 +128,7 @@ class World:
         for event in [e.Restarted(), *mail]:
             self.hear(event)
 
-    def stamp(self, role: str, slot: int) -> dict[str, Any]:
-        return {"slot": slot, "worker": f"{role}-{slot}", "at": self.now}
-
-    def heartbeat(self, role: Any, slot: int, lease: int) -> m.WorkerHeartbeat:
-        return m.WorkerHeartbeat(role=role, lease=lease, **self.stamp(role, slot))
-
-    def weights(self, model: Any, version: int) -> m.WeightsPublished:
-        facts = {"parent": 0, "policy_version": version, "step": 0, "path": "p", "size": 1, "sha256": ""}
-        return m.WeightsPublished(model=model, version=version, **facts)
-
-    # --- commands of the scheduler --------------------------------------------------------------------------------
+    # --- commands of the scheduler --------------------------------------------------------------------------
 
     def obey(self, command: e.Command) -> None:
         match command:
@@ -210,8 +155,6 @@ class World:
                 self.seen[command.reason] += len(command.blobs)
             case e.Note():
                 self.seen[command.text] += 1
-            case e.SendShutdown():
-                pass
 
     def submit(self, order: e.SubmitStep) -> None:
         assert order.policy_version <= self.published
@@ -224,23 +167,19 @@ class World:
             self.queue.append(name)
 
     def grant(self, grant: e.GrantLease) -> None:
+        # Presumed dead is not dead: only where there is trouble may two overlap.
         assert grant.lease > self.leases[grant.slot], "lease numbers grow"
         self.leases[grant.slot] = grant.lease
         rollout, trainer = self.rollouts[grant.slot], self.trainers[grant.slot]
         if grant.holder == "rollout":
             overdue = trainer.recalled_at is not None and self.now - trainer.recalled_at > DEADLINE_S / 2
-            assert not trainer.lease or overdue or self.troubled, "trains while rollout has the slot"
+            assert not trainer.lease or overdue or self.trouble, "trains while rollout has the slot"
             rollout.commands.append(grant)
             self.later(0.01, lambda: self.wake_rollout(rollout))
         else:
-            assert not (rollout.up and rollout.running) or self.troubled, "decodes while the drafter has the slot"
+            assert not (rollout.up and rollout.running) or self.trouble, "decodes while the drafter has the slot"
             trainer.commands.append(grant)
             self.later(0.01, lambda: self.wake_trainer(trainer))
-
-    @property
-    def troubled(self) -> bool:
-        """Presumed dead is not dead: only then may two overlap."""
-        return self.trouble > 0.0
 
     def train(self, order: e.SendTrainStep) -> None:
         assert order.step == self.published, "steps are trained in order, each on the version before"
@@ -260,14 +199,14 @@ class World:
             return
         self.published = order.step + 1
         facts = {"trained": len(order.request_ids), "learner_s": 0.1, "policy_version": order.step + 1}
-        self.tell(self.weights("policy", order.step + 1))
-        self.tell(m.StepTrained(step=order.step, **facts, **self.stamp("learner", -1)))
+        self.tell(weights("policy", order.step + 1))
+        self.tell(m.StepTrained(step=order.step, **facts, **stamp("learner", -1, self.now)))
 
-    # --- rollout workers ------------------------------------------------------------------------------------------
+    # --- rollout workers ------------------------------------------------------------------------------------
 
     def start_rollout(self, worker: Rollout) -> None:
         worker.up, worker.life = True, worker.life + 1
-        self.tell(m.WorkerStarted(role="rollout", **self.stamp("rollout", worker.slot)))
+        self.tell(m.WorkerStarted(role="rollout", **stamp("rollout", worker.slot, self.now)))
         self.wake_rollout(worker)
 
     def crash_rollout(self, worker: Rollout) -> None:
@@ -292,7 +231,7 @@ class World:
             self.take(stuck[:1], worker)
         if worker.lease and not worker.running:
             lease, worker.lease = worker.lease, 0
-            self.tell(m.WorkerIdle(lease=lease, **self.stamp("rollout", worker.slot)))
+            self.tell(m.WorkerIdle(lease=lease, **stamp("rollout", worker.slot, self.now)))
 
     def stale(self, name: str, request: Request) -> bool:
         held = any(name in worker.running for worker in self.rollouts if worker.up)
@@ -307,15 +246,11 @@ class World:
             if request.attempts > MAX_ATTEMPTS or self.chance(0.004):
                 request.settled = True
                 self.buried.add(name)
-                self.tell(self.letter(name))
+                self.tell(letter(name))
                 continue
             worker.running.add(name)
             seconds = self.random.expovariate(1 / 2.0)
             self.later(seconds, lambda n=name, life=worker.life: self.complete(n, worker, life))
-
-    def letter(self, name: str) -> m.DeadLetter:
-        facts = {"stream": m.REQUESTS, "entry_id": "1-1", "attempts": 3, "body": b""}
-        return m.DeadLetter(reason="too many attempts", request_id=name, **facts)
 
     def complete(self, name: str, worker: Rollout, life: int) -> None:
         if not worker.up or worker.life != life or name not in worker.running:
@@ -327,21 +262,16 @@ class World:
         tokens = self.random.randint(1, 50)
         self.tell(e.CompletionSeen(name, request.version, self.random.random(), tokens, tokens // 2, tokens // 3))
         if self.random.random() < 0.5:
-            self.tell(self.shard(request.version))
+            self.shards += 1
+            size, held_out = self.random.randint(1, 10), self.random.random() < 0.2
+            self.tell(shard(self.shards, request.version, size, held_out=held_out))
         self.pull(worker)
 
-    def shard(self, step: int) -> m.HiddenShard:
-        self.shards += 1
-        blob = m.BlobRef(name=f"b{self.shards}", size=self.random.randint(1, 10), sha256="")
-        held_out = self.random.random() < 0.2
-        facts = {"slot": 0, "policy_version": step, "documents": 1, "tokens": 9, "held_out": held_out}
-        return m.HiddenShard(shard_id=blob.name, blob=blob, step=step, **facts)
-
-    # --- drafter trainers -----------------------------------------------------------------------------------------
+    # --- drafter trainers -----------------------------------------------------------------------------------
 
     def start_trainer(self, trainer: Trainer) -> None:
         trainer.up, trainer.life = True, trainer.life + 1
-        self.tell(m.WorkerStarted(role="drafter-trainer", **self.stamp("drafter-trainer", trainer.slot)))
+        self.tell(m.WorkerStarted(role="drafter-trainer", **stamp("drafter-trainer", trainer.slot, self.now)))
         self.wake_trainer(trainer)
 
     def crash_trainer(self, trainer: Trainer) -> None:
@@ -370,27 +300,5 @@ class World:
         facts = {"seconds": 0.1, "trained_s": trained_s, "tokens_trained": 10, "reason": reason}
         if self.random.random() < 0.5:
             self.shards += 1
-            self.tell(self.weights("drafter", self.shards))
-        self.tell(m.WorkerYielded(lease=lease, **facts, **self.stamp("drafter-trainer", trainer.slot)))
-
-    # --- invariants -----------------------------------------------------------------------------------------------
-
-    def check_state(self, before: Any) -> None:
-        account = self.state.account
-        past = self.records
-        idle_s = sum(r.slot_idle_s for r in past) + account.idle_s
-        used_s = sum(r.slot_idle_used_s for r in past) + account.used_s
-        if account.idle_s >= before.idle_s:  # else the record of a step is on its way
-            assert used_s <= idle_s + 1e-6, "more idle time used than there was"
-        assert sum(shard.size for shard in self.state.shards) <= self.settings.bytes_quota
-        assert len({shard.shard_id for shard in self.state.shards}) == len(self.state.shards)
-
-    def check_end(self) -> None:
-        """Once each: trained exactly once, or in the dead letters."""
-        admitted = {name for name in self.requests if name.startswith("s")}
-        assert self.finished and set(self.trained) | (self.buried & admitted) == admitted
-        assert not set(self.trained) & self.buried
-        assert all(times == 1 for times in self.trained.values())
-        assert [record.step for record in self.records] == list(range(self.settings.steps))
-        assert len(admitted) == self.settings.steps * self.settings.prompts * self.settings.group_size
-        assert all(slot.holder != "drafter" for slot in self.state.slots)
+            self.tell(weights("drafter", self.shards))
+        self.tell(m.WorkerYielded(lease=lease, **facts, **stamp("drafter-trainer", trainer.slot, self.now)))

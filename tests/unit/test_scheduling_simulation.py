@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from tests.unit.scheduling_checks import check_end
 from tests.unit.scheduling_world import World
 from tlt_pipeline.scheduling.state import Settings
 
@@ -23,7 +24,7 @@ def test_every_run_ends_with_every_request_trained_once_or_given_up(part: int) -
         try:
             world.run()
             if world.failed is None:
-                world.check_end()
+                check_end(world)
             else:
                 assert "every request of step" in world.failed
         except AssertionError as error:
@@ -50,7 +51,7 @@ def test_which_version_writes_an_answer_does_not_depend_on_timing(staleness: int
     for seed in range(6):
         world = World(seed, settings).run()
         assert world.failed is None
-        world.check_end()
+        check_end(world)
         versions.add(tuple(sorted((name, request.version) for name, request in world.requests.items())))
     assert len(versions) == 1
 
@@ -60,7 +61,7 @@ def test_without_trouble_most_of_the_idle_time_is_used_and_nothing_is_skipped() 
     used = idle = 0.0
     for seed in range(4):
         world = World(seed, settings, trouble=0.0).run()
-        world.check_end()
+        check_end(world)
         used += sum(record.slot_idle_used_s for record in world.records)
         idle += sum(record.slot_idle_s for record in world.records)
         assert not [note for note in world.seen if note not in ("too_old", "over_bytes_quota")]

@@ -50,12 +50,18 @@ def note_worker(state: State, event: WorkerStarted | WorkerHeartbeat, now: float
         state, slot = _restart(state, slot, event)
     elif known.lost:
         commands.append(Note("worker is back", {"worker": event.worker}))
-    return put_slot(state, event.slot, slot), commands
+    return forget_begin(put_slot(state, event.slot, slot)), commands
 
 
 def note_begin(state: State, now: float) -> State:
     """A rollout worker works on a lease, or has answered."""
     return state if state.began_at is not None else replace(state, began_at=now)
+
+
+def forget_begin(state: State) -> State:
+    """All rollout workers are new, as after a resume: they start up again before the step goes on."""
+    is_old = any(slot.rollout.worked for slot in state.slots) or any(b.answers for b in state.batches)
+    return state if is_old or state.began_at is None else replace(state, began_at=None)
 
 
 def _restart(state: State, slot: Slot, event: WorkerStarted | WorkerHeartbeat) -> tuple[State, Slot]:
@@ -75,6 +81,7 @@ def _seen(known: Presence, event: WorkerStarted | WorkerHeartbeat, now: float) -
     return Presence(
         started=True,
         seen_at=max(now, known.seen_at),
+        worked=known.worked or event.lease > 0,
         running=event.running,
         tokens_per_s=event.tokens_per_s,
         acceptance_length=event.acceptance_length,

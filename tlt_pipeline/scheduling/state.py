@@ -73,6 +73,8 @@ class Presence:
     started: bool = False
     lost: bool = False
     seen_at: float = 0.0
+    worked: bool = False
+    """Since it started it has said that it holds a lease."""
     running: int = 0
     tokens_per_s: float = 0.0
     acceptance_length: float = 0.0
@@ -217,7 +219,7 @@ class State:
     """Drafter versions up to this one were counted in an earlier life of the run."""
     drafter_versions: frozenset[int] = frozenset()
     began_at: float | None = None
-    """When a rollout worker first took a lease: the workers' own start-up is nobody's rollout time."""
+    """When the first rollout worker took a lease: the workers' own start-up is no rollout time."""
     learner: Presence = Presence()
     account: Account = Account()
     recent: tuple[Recent, ...] = ()
