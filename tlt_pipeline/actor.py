@@ -204,7 +204,8 @@ async def _find_redis(actor: Actor) -> str:
 async def _is_someone_there(url: str) -> bool:
     """Whether connecting is worth it: a server that answers, or a reason that waiting won't mend."""
     try:
-        client = redis.asyncio.Redis.from_url(url, socket_connect_timeout=2, socket_timeout=2)
+        factory: Any = redis.asyncio.Redis
+        client = factory.from_url(url, socket_connect_timeout=2, socket_timeout=2)
     except ValueError:
         return True
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 from dataclasses import dataclass
+from typing import cast
 
 EXIT_FAILED = 1
 EXIT_USER = 2
@@ -60,7 +61,8 @@ def _first_of(error: BaseException) -> BaseException:
     """Of a group the one that says most: one of ours where there is one."""
     if not isinstance(error, BaseExceptionGroup):
         return error
-    inner = [_first_of(part) for part in error.exceptions]
+    parts = cast(tuple[BaseException, ...], error.exceptions)  # pyright: ignore[reportUnknownMemberType]
+    inner = [_first_of(part) for part in parts]
     return next((part for part in inner if type(part).__module__.startswith(_OURS)), inner[0])
 
 

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import structlog
@@ -25,7 +26,7 @@ _RESUME_GRACE_S = 10.0
 
 def serve(role: Role, slot: str | None, config: Path | None, overrides: list[str], run_dir: Path | None) -> int:
     """Runs the service to its end; its exit code. Raises ConfigError for what the user gave."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # nothing to drain yet; the actor has a handler of its own
+    signal.signal(signal.SIGTERM, _leave)  # until the actor has a handler of its own
     configure_logging(os.environ.get("TLT_LOG_LEVEL", "info"))
     settings = load_config(config, overrides) if config else None
     directory = _choose_run_dir(settings, run_dir, role)
@@ -39,6 +40,11 @@ def serve(role: Role, slot: str | None, config: Path | None, overrides: list[str
     number = None if slot is None else _choose_slot(slot, role, directory)
     module = importlib.import_module(f"tlt_services.{role.replace('-', '_')}")
     return int(module.main(directory, number))
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    """There is nothing to drain yet."""
+    sys.exit(0)
 
 
 def _is_over(directory: Path, role: Role) -> bool:

@@ -1,0 +1,99 @@
+"""Run directories taken up again, and slots that claim themselves."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.tiny import tiny_settings
+from tlt_pipeline.config import ConfigError, RunConfig, load_config, validate_config
+from tlt_pipeline.rundir import RunDir, RunDirError
+from tlt_services.preparation import (
+    default_root,
+    is_finished,
+    is_prepared,
+    make_run,
+    note_redis,
+    resume_run,
+)
+from tlt_services.roles import claim_slot
+from tlt_services.status import newest_run
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return validate_config(tiny_settings(tmp_path))
+
+
+@pytest.fixture
+def run(config: RunConfig, tmp_path: Path) -> RunDir:
+    return make_run(config, tmp_path / "run", fresh=True)
+
+
+def test_the_resolved_config_reads_back_equal(config: RunConfig, run: RunDir) -> None:
+    assert is_prepared(run.root)
+    assert load_config(run.config) == config
+
+
+def test_a_folder_with_other_things_in_it_is_refused(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(RunDirError, match="is not empty and holds no run: name another --run-dir"):
+        make_run(config, tmp_path, fresh=True)
+
+
+def test_resume_may_lengthen_a_run_but_not_make_it_another(run: RunDir) -> None:
+    config, _ = resume_run(None, ["steps=9", "learner.lr=1e-5", "limits.drain_s=3"], run.root)
+    assert load_config(run.config) == config
+    assert (config.steps, config.learner.lr) == (9, 1e-5)
+    for change, key in (("seed=5", "seed"), ("rollout.group_size=4", "rollout"), ("engine.exact=off", "engine.exact")):
+        with pytest.raises(ConfigError, match=rf"{key} can't change within a run"):
+            resume_run(None, [change], run.root)
+    assert load_config(run.config) == config
+
+
+def test_resume_with_the_config_file_again(config: RunConfig, run: RunDir, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(tiny_settings(tmp_path, steps=4)))
+    assert resume_run(path, [], run.root)[0].steps == 4
+    run.config.unlink()
+    with pytest.raises(RunDirError, match=r"has no config\.yaml: give the config too"):
+        resume_run(None, [], run.root)
+    assert resume_run(path, [], run.root)[0].steps == 4
+
+
+def test_finished_means_all_the_steps_of_today(run: RunDir) -> None:
+    assert not is_finished(run.root)
+    run.summary.write_text(json.dumps({"steps": 2}))
+    assert is_finished(run.root)
+    resume_run(None, ["steps=3"], run.root)
+    assert not is_finished(run.root)
+
+
+def test_the_redis_note_is_this_users_alone(run: RunDir) -> None:
+    note_redis("redis://user:secret@host/0", run)
+    note_redis("redis://user:secret@host/1", run)
+    assert run.redis_url.read_text() == "redis://user:secret@host/1\n"
+    assert stat.S_IMODE(run.redis_url.stat().st_mode) == 0o600
+
+
+def test_default_directory_and_the_newest(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no run in"):
+        newest_run()
+    root = default_root(config)
+    assert root.parent == Path("runs") and root.name.startswith("tiny-")
+    make_run(config, root, fresh=True)
+    assert newest_run() == root
+    assert default_root(config.model_copy(update={"run_dir": "here"})) == Path("here")
+
+
+def test_slots_claim_themselves_in_order(tmp_path: Path) -> None:
+    folder = tmp_path / "slots"
+    assert [claim_slot(folder, "rollout", 2) for _ in range(2)] == [0, 1]
+    assert claim_slot(folder, "drafter-trainer", 2) == 0
+    with pytest.raises(ConfigError, match="all 2 slots have a rollout process"):
+        claim_slot(folder, "rollout", 2)
