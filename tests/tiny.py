@@ -43,9 +43,7 @@ def tiny_settings(policy: Path, **changes: Any) -> dict[str, Any]:
         "steps": 2,
         "policy": {"model": str(policy)},
         "task": {
-            "sources": [
-                {"type": "reasoning_gym", "name": "chain_sum", "params": {"max_terms": 2, "max_digits": 1}}
-            ],
+            "sources": [{"type": "reasoning_gym", "name": "chain_sum", "params": {"max_terms": 2, "max_digits": 1}}],
             "held_out": 0,
         },
         "rollout": {"prompts_per_step": 2, "group_size": 2, "max_new_tokens": 24},
