@@ -30,6 +30,7 @@ from tlt_pipeline.rundir import RunDir
 from tlt_pipeline.scheduling import events as e
 from tlt_pipeline.scheduling.admission import note_weights
 from tlt_pipeline.scheduling.decisions import decide
+from tlt_pipeline.scheduling.shards import forget_missing
 from tlt_pipeline.scheduling.state import (
     Settings,
     State,
@@ -109,7 +110,7 @@ class Scheduler:
             known = max((record.drafter_version for record in log.read().values()), default=0)
             state = initial_state(settings, time.time(), drafter_floor=known)
         else:
-            state = adopt_settings(from_bytes(saved), settings)
+            state = forget_missing(adopt_settings(from_bytes(saved), settings), blobs.names())
             actor.log.info("going on from the saved state", step=state.trained)
         return cls(actor, state, tasks, blobs, log)
 
@@ -256,13 +257,11 @@ class Scheduler:
                 state = note_weights(state, message)  # drafters of the last moment count too
         summary = await asyncio.to_thread(self.run_log.summarise, state.trained, state.account, state.evals)
         _clear(self.blobs)
-        self.actor.log.info(
-            "run complete",
-            steps=summary["steps"],
-            reward_first=round(summary["reward_first"], 4),
-            reward_last=round(summary["reward_last"], 4),
-            acceptance_length_last=round(summary["acceptance_length_last"], 3),
-        )
+        if self.run_folder.root not in self.blobs.root.parents:
+            with contextlib.suppress(OSError):  # not empty: a late writer; the folder stays, no more
+                self.blobs.root.rmdir()
+        shown = ("steps", "reward_first", "reward_last", "acceptance_length_last", "dead_letters")
+        self.actor.log.info("run complete", **{name: round(summary[name], 4) for name in shown})
 
     # --- what others see ------------------------------------------------------------------------------------
 

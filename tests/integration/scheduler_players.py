@@ -26,7 +26,8 @@ from tlt_pipeline.rundir import RunDir, prepare_run_dir
 def prepare(folder: Path, **changes: Any) -> tuple[RunDir, RunConfig]:
     """A run directory as the launcher and the learner leave it: all that the scheduler reads of a policy is its
     tokenizer."""
-    config = validate_config(tiny_settings(Path("unused"), **changes))
+    shards = {"hidden_states__root": str(folder / "shards")}
+    config = validate_config(tiny_settings(Path("unused"), **shards, **changes))
     run = prepare_run_dir(folder / "run", config.name)
     dump_config(config, run.config)
     policy = run.weights / "policy/v000000"

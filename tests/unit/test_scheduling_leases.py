@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.unit.scheduling_driver import Driver
 from tlt_pipeline import messages as m
 from tlt_pipeline.scheduling import events as e
+from tlt_pipeline.scheduling.shards import forget_missing
 
 # --- leases -------------------------------------------------------------------------------------------------
 
@@ -224,3 +225,13 @@ def test_the_shard_buffer_keeps_to_its_steps_and_its_quota() -> None:
         "shards_dropped_over_bytes_quota": 2,
         "shard_duplicate": 1,
     }
+
+
+def test_shards_whose_blobs_are_gone_after_a_restart_are_forgotten() -> None:
+    run = Driver()
+    run.start()
+    for number in (1, 2, 3):
+        run.shard(number)
+    state = forget_missing(run.state, {"b2"})
+    assert [shard.shard_id for shard in state.shards] == ["h2"]
+    assert state.account.counts == {"shards_dropped_missing": 2}

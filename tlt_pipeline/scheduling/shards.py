@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from tlt_pipeline.messages import HiddenShard, encode
@@ -33,6 +33,12 @@ def take_shard(state: State, shard: HiddenShard) -> State:
         body=encode(shard),
     )
     return replace(state, shards=(*state.shards, entry), shards_seen=number)
+
+
+def forget_missing(state: State, names: Collection[str]) -> State:
+    """After a restart: without the shards whose blobs are gone, for example with a machine's shared
+    memory."""
+    return _drop(state, lambda shard: shard.blob not in names, "missing")[0]
 
 
 def evict_shards(state: State) -> tuple[State, list[Command]]:
