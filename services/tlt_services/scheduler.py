@@ -257,9 +257,6 @@ class Scheduler:
                 state = note_weights(state, message)  # drafters of the last moment count too
         summary = await asyncio.to_thread(self.run_log.summarise, state.trained, state.account, state.evals)
         _clear(self.blobs)
-        if self.run_folder.root not in self.blobs.root.parents:
-            with contextlib.suppress(OSError):  # not empty: a late writer; the folder stays, no more
-                self.blobs.root.rmdir()
         shown = ("steps", "reward_first", "reward_last", "acceptance_length_last", "dead_letters")
         self.actor.log.info("run complete", **{name: round(summary[name], 4) for name in shown})
 
