@@ -151,6 +151,18 @@ def test_a_lease_starts_from_the_newest_version_unless_own_work_is_better() -> N
     assert ahead.version == 2
 
 
+def test_a_trainer_that_lost_its_way_begins_again_from_the_published_version() -> None:
+    made = trainer()
+    train_steps(made, 2)
+    with torch.no_grad():
+        made.average.fc.weight.neg_()
+    judged = made.judge()
+    assert judged is not None and not judged.worth
+    assert made.counts["lost_its_way"] == 1 and made.tokens_since_parent == 0
+    for line in (made.drafter, made.average):
+        assert torch.equal(line.fc.weight, made.published.fc.weight)
+
+
 def test_a_new_policy_changes_what_is_judged() -> None:
     made = trainer()
     first = made.judge()

@@ -35,6 +35,8 @@ AVERAGE = 0.98
 """Share that the moving average keeps at a step; less at the beginning."""
 HELD_OUT_BATCHES = 2
 """A judgement looks at so many batches of held-out tokens."""
+LOST = 0.02
+"""A held-out loss above the published version's by this share isn't a step's noise."""
 FEWEST_TOKENS = 64
 FIRST_SPEED = 2e10
 """FLOP/s assumed before the first micro-batch was timed: low, so that it ends in time."""
@@ -201,7 +203,8 @@ class DrafterTrainer:
     # --- judging --------------------------------------------------------------------------------------------------
 
     def judge(self, should_stop: Callable[[], bool] = lambda: False) -> Judgement | None:
-        """Compares what was learned with the published version. None: stopped, or no held-out data yet (counted)."""
+        """Compares what was learned with the published version. None: stopped, or no held-out data yet (counted).
+        Clearly worse (few data seen too often; another slot was quicker): training begins again from the published one."""
         documents = self.buffer.held_out(HELD_OUT_BATCHES * self.settings.tokens_per_batch)
         if not documents:
             self.counts["no_held_out_data"] += 1
@@ -215,6 +218,9 @@ class DrafterTrainer:
             self.counts["judgement_cut_short"] += 1
             return None
         published = self._judged[1]
+        if candidate.loss > published.loss * (1.0 + LOST):
+            self.counts["lost_its_way"] += 1
+            self.restart_from_published()
         return Judgement(candidate, published, candidate.loss < published.loss * (1.0 - self.settings.min_gain))
 
     def _evaluate(
