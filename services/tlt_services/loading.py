@@ -28,6 +28,7 @@ class Loading:
     def __init__(self, actor: Actor, store: WeightStore, engine: EngineLoop, idle: Callable[[], bool]) -> None:
         """`idle`: nothing is being decoded and no lease is held, so a policy may be loaded ahead."""
         self.actor, self.store, self.engine, self._idle = actor, store, engine, idle
+        self._loading = asyncio.Lock()
 
     async def load_first_drafter(self) -> None:
         """A drafter that was asked for and isn't there is waited for, never silently done without."""
@@ -50,11 +51,26 @@ class Loading:
                     continue
                 if message.model == "drafter" and message.version > self.engine.engine.drafter_version:
                     await self.load_drafter(message)
-                elif message.model == "policy" and self._idle():
-                    await self.load_policy(message.version)
+                elif message.model == "policy":
+                    await self._load_ahead(message.version)
+
+    async def _load_ahead(self, version: int) -> None:
+        """A newer policy, unless a lease has come by now. Old broadcasts are heard again after a restart."""
+        async with self._loading:
+            if version > self.engine.engine.policy_version and self._idle():
+                await self._load(version)
+
+    async def settled(self) -> None:
+        """No load ahead is under way; none begins while the worker isn't idle."""
+        async with self._loading:
+            return
 
     async def load_policy(self, version: int) -> None:
-        """Only while the engine is empty."""
+        """The version that requests ask for; only while the engine is empty."""
+        async with self._loading:
+            await self._load(version)
+
+    async def _load(self, version: int) -> None:
         if version == self.engine.engine.policy_version:
             return
         weight = self.engine.engine.policy.embed.weight

@@ -119,6 +119,7 @@ class RolloutWorker:
 
     async def _decode_until_idle(self) -> None:
         """Pulls requests as the batch has room, until none is left and none runs; then gives the slot up."""
+        await self.loading.settled()
         await self._take(await self.bus.recover(REQUESTS, GROUP))
         while not self.actor.stopping.is_set():
             self.changed.clear()
