@@ -6,6 +6,7 @@ Exit codes: 0 done, 2 what the user gave, 1 what went wrong; then one line on st
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import traceback
@@ -239,7 +240,8 @@ def invoke(arguments: list[str]) -> int:
 def main() -> None:
     bind_to_launcher()
     code = invoke(sys.argv[1:])
-    if "torch" in sys.modules:  # everything is closed by now, and taking torch apart costs half a second of CPU
+    if "torch" in sys.modules:  # taking torch apart costs half a second of CPU; what must be tidied up is
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

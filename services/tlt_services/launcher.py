@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ import structlog
 import typer
 from rich.console import Console
 
+from tlt_pipeline.blobs import hidden_states_root
 from tlt_pipeline.bus.probe import redact_url
 from tlt_pipeline.bus.server import RedisServer, find_or_start_redis
 from tlt_pipeline.config import ConfigError, RunConfig, load_config
@@ -110,8 +112,12 @@ class Launcher:
         return self._stop()
 
     def close(self) -> None:
-        """No process of the run is left after this."""
+        """No process of the run is left after this, nor its hidden states in memory: a stopped run doesn't hold
+        any, and one that is resumed makes new ones."""
         self._supervisor.kill()
+        shards = hidden_states_root(self._config.hidden_states, self._run)
+        if shards.is_dir() and not shards.is_relative_to(self._run.root):
+            shutil.rmtree(shards)
         self._reader.close()
         if self._server.owned:
             self._run.redis_url.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,11 +91,13 @@ def run(template: Path, tmp_path: Path) -> Iterator[Run]:
     (tmp_path / "tiny.yaml").write_text(template.read_text())
     one = Run(tmp_path)
     yield one
+    run_id = (one.root / "run_id").read_text().strip()
     for process in one.started:
         if process.poll() is None:
             process.kill()
             process.wait()
     await_true(lambda: not one.processes(), 10)
+    shutil.rmtree(Path("/dev/shm") / f"tlt-{run_id}", ignore_errors=True)  # a killed launcher leaves it
 
 
 def await_true(condition: Callable[[], Any], timeout_s: float = 120.0) -> None:
@@ -134,6 +137,7 @@ def test_ctrl_c_drains_and_resume_goes_on(run: Run) -> None:
     assert time.monotonic() - began < 10
     assert run.processes() == []
     assert "killed" not in run.said.split("stopping")[1]
+    assert not list(Path("/dev/shm").glob(f"tlt-{(run.root / 'run_id').read_text().strip()}*"))
     assert run.said.splitlines()[-1].endswith(f"go on with: tlt run --resume {run.root}")
 
     done = run.steps()
