@@ -58,7 +58,7 @@ class ShardStream:
         if not documents:
             return []
         self._written += 1
-        shard_id = f"v{self._version:06d}-{self.worker}-{self._incarnation}-{self._written:06d}{'-held-out' if held_out else ''}"
+        shard_id = f"v{self._version:06d}-{self.worker}-{self._incarnation}-{self._written:06d}"
         blob = write_shard(self.store, documents, f"{shard_id}.safetensors")
         return [
             HiddenShard(
