@@ -49,6 +49,7 @@ def launch(config: Path | None, overrides: list[str], run_dir: Path | None, *, r
     """Runs to the end; the exit code. Raises ConfigError, RunDirError, RedisUnusable, RunEnded, …"""
     configure_logging()
     settings, run = _prepare(config, overrides, run_dir, resume=resume)
+    configure_logging(settings.telemetry.log_level)
     if resume and _finished_steps(run) >= settings.steps:
         _log.info("this run is finished", steps=settings.steps)
         return _conclude(run)
