@@ -126,8 +126,10 @@ class RolloutConfig(Section):
 class SpeculationConfig(Section):
     drafter: Literal["eagle", "off"] = "eagle"
     depth: Annotated[int, Field(ge=1, le=16)] = 4
-    max_batch: Positive = 8
-    """Speculate while at most so many answers are running; above it, plain decoding commits more a second."""
+    max_batch: Positive = 16
+    """Speculate while at most so many answers are running."""
+    adaptive: bool = True
+    """Below that, speculate only where it is measured to commit more tokens a second; false: always."""
 
 
 class EngineConfig(Section):

@@ -46,8 +46,16 @@ def drafter(model: Decoder, seed: int | None = None) -> EagleDrafter:
     return made
 
 
-def engine(model: Decoder, *, batch: int = 8, depth: int = 4, speculate_up_to: int = 8, exact: str = "on") -> Engine:
-    speculation = SpeculationConfig(depth=depth, max_batch=speculate_up_to)
+def engine(
+    model: Decoder,
+    *,
+    batch: int = 8,
+    depth: int = 4,
+    speculate_up_to: int = 8,
+    adaptive: bool = False,
+    exact: str = "on",
+) -> Engine:
+    speculation = SpeculationConfig(depth=depth, max_batch=speculate_up_to, adaptive=adaptive)
     config = EngineConfig(max_batch=batch, max_context=200, exact=exact, speculation=speculation)  # type: ignore[arg-type]
     return Engine(model, 0, tokenizer(), config, feature_chunk=16)
 

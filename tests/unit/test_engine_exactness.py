@@ -72,6 +72,15 @@ def test_drafters_swapped_and_switched_off_in_mid_answer_change_nothing():
     assert max(map(len, versions)) > 2, "answers record every drafter version they used"
 
 
+def test_timing_decides_about_speculation_and_changes_nothing(monkeypatch):
+    model = cases.policy()
+    choices = random.Random(4)
+    monkeypatch.setattr("tlt_pipeline.engine.gate.SpeculationGate.speculates", lambda *_: choices.random() < 0.5)
+    engine = cases.engine(model, batch=4, adaptive=True)
+    engine.set_drafter(cases.drafter(model), 1)
+    assert answers(decode_all(engine, REQUESTS)) == alone(model)
+
+
 def test_an_abandoned_answer_comes_out_the_same_elsewhere():
     model = cases.policy()
     first = cases.engine(model, batch=4)

@@ -8,6 +8,7 @@ Shapes: B = running rows, W = 1 + depth tokens a row in a verify pass, V = vocab
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from tlt_pipeline.config import EngineConfig
 from tlt_pipeline.engine.batch import Batch, Running
 from tlt_pipeline.engine.forward import Forward, prefill_features
+from tlt_pipeline.engine.gate import SpeculationGate
 from tlt_pipeline.engine.invariance import decide_exactness
 from tlt_pipeline.engine.noise import gumbel_noise, noise_keys, token_hashes
 from tlt_pipeline.engine.sampling import Draw, draw
@@ -73,6 +75,7 @@ class Engine:
         self.waiting: deque[RolloutRequest] = deque()
         self.pieces: list[FeaturePiece] = []
         self.tokens_committed = 0
+        self.gate = SpeculationGate(config.speculation.max_batch)
         self.set_policy(policy, version)
 
     def _decide_exactness(self, policy: Decoder) -> tuple[bool, Claim]:
@@ -101,6 +104,7 @@ class Engine:
         """Between any two steps, in mid-answer too: it can't change the tokens."""
         self.drafter = None if drafter is None else drafter.requires_grad_(False)
         self.drafter_version = version
+        self.gate.forget()
 
     def submit(self, request: RolloutRequest) -> None:
         """Raises ValueError for a request that can't be served: other policy version, or longer than the context."""
@@ -130,11 +134,14 @@ class Engine:
         batch = self._schedule()
         if not len(batch):
             return []
-        depth = self._choose_depth(batch)
+        began, before = time.perf_counter(), self.tokens_committed
+        depth = self.depth if self.drafter is not None and self._speculates(len(batch)) else 0
         noise_BWV = self._noise(batch, depth + 1)
         proposals_BD = self._draft(batch, noise_BWV, depth) if depth else None
         drawn = self._verify(batch, proposals_BD, noise_BWV)
-        return self._commit(batch, proposals_BD, drawn)
+        finished = self._commit(batch, proposals_BD, drawn)
+        self.gate.measured(self.tokens_committed - before, time.perf_counter() - began)
+        return finished
 
     def _schedule(self) -> Batch:
         if self.batch is None:
@@ -169,10 +176,10 @@ class Engine:
         width = features_BWC.shape[1]
         batch.features_RLC[first : first + len(read), :width] = features_BWC
 
-    def _choose_depth(self, batch: Batch) -> int:
-        if self.drafter is None or len(batch) > self.config.speculation.max_batch:
-            return 0
-        return self.depth
+    def _speculates(self, running: int) -> bool:
+        if not self.config.speculation.adaptive:
+            return running <= self.config.speculation.max_batch
+        return self.gate.speculates(running)
 
     def _noise(self, batch: Batch, width: int) -> Tensor:
         """[B, W, V]: the noise at the W positions after each row's last committed token."""

@@ -58,4 +58,7 @@ class BlockLinear:
 def choose_linear(dtype: torch.dtype, exact: bool) -> RowLinear:
     if not exact:
         return PlainLinear()
-    return BlockLinear(rows=16, batched=False) if dtype == torch.bfloat16 else BlockLinear(rows=8, batched=True)
+    if dtype == torch.bfloat16:
+        return BlockLinear(rows=16, batched=False)
+    # with several threads the batched call splits its work by the number of blocks, and bits follow
+    return BlockLinear(rows=8, batched=torch.get_num_threads() == 1)
