@@ -43,7 +43,8 @@ class ShardStream:
         if request.policy_version != self._version:
             full += self.flush()
         self._step, self._version = request.step, request.policy_version
-        held_out = _share(request.request_id, "held out") < self.config.held_out_share
+        # by prompt: its other answers would give most of a held-out one away
+        held_out = _share(request.group_id, "held out") < self.config.held_out_share
         self._documents[held_out].append(document_of(piece))
         if sum(map(len, self._documents[held_out])) >= self.config.shard_tokens:
             full += self._write(held_out)
@@ -81,7 +82,7 @@ def document_of(piece: FeaturePiece) -> Document:
     return Document(piece.tokens_T.to(torch.int32).cpu(), piece.features_TC.cpu(), mask, piece.start)
 
 
-def _share(request_id: str, purpose: str) -> float:
-    """A number in [0, 1) that belongs to the request."""
-    digest = hashlib.sha256(f"{purpose}/{request_id}".encode()).digest()
+def _share(name: str, purpose: str) -> float:
+    """A number in [0, 1) that belongs to the request, or to its group."""
+    digest = hashlib.sha256(f"{purpose}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") / 2**64
