@@ -46,7 +46,7 @@ def config(tmp_path, monkeypatch):
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "?", "answer": "yes", "bonus": 1}) + "\n")
     monkeypatch.chdir(tmp_path)
     source = {"type": "file", "path": "data.jsonl", "label": "own", "verifier": "my_checks:score"}
-    return TaskConfig.model_validate({"sources": [source], "held_out": 0, "verify_timeout_s": 1.0})
+    return TaskConfig.model_validate({"sources": [source], "held_out": 0, "verify_timeout_s": 2.0})
 
 
 def entry_of(config):
@@ -74,7 +74,7 @@ async def test_a_bad_verifier_scores_zero_with_the_reason_and_the_next_answer_is
     assert reasons["exit"] == "the verifier raised SystemExit: enough"
     assert reasons["nan"] == "the verifier raised ValueError: the verifier returned nan"
     assert "TypeError" in reasons["nothing"]
-    assert reasons["hang"] == "the verifier took longer than task.verify_timeout_s (1 s)"
+    assert reasons["hang"] == "the verifier took longer than task.verify_timeout_s (2 s)"
     assert reasons["die"] == "the verifier's process died (exit code 9)"
 
 
