@@ -204,7 +204,8 @@ class DrafterTrainer:
 
     def judge(self, should_stop: Callable[[], bool] = lambda: False) -> Judgement | None:
         """Compares what was learned with the published version. None: stopped, or no held-out data yet (counted).
-        Clearly worse (few data seen too often; another slot was quicker): training begins again from the published one."""
+        Clearly worse (few data seen too often; another slot was quicker): training begins again from the published
+        one."""
         documents = self.buffer.held_out(HELD_OUT_BATCHES * self.settings.tokens_per_batch)
         if not documents:
             self.counts["no_held_out_data"] += 1
