@@ -42,7 +42,7 @@ ServiceConfig = Annotated[
 Slot = Annotated[str, typer.Option("--slot", help="Number of the slot, or auto: the first free one.")]
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _tlt(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
     version: Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True)] = False,
