@@ -195,7 +195,8 @@ def workers():
     """This process's verifier processes, once they run."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        found = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+        living = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+        found = [p for p in living if "spawn_main" in " ".join(p.cmdline())]
         if found:
             return found
     return []
