@@ -37,8 +37,16 @@ def main(run_dir: Path, *, request: str | None, all: bool, sample: int | None, d
     for record in chosen:
         by_version[record.request.policy_version].append(record)
     report: dict[str, Any] = {"requests": 0, "identical": 0, "diverged": [], "skipped": 0, "claim": None}
+    store = WeightStore.of_run(run.root, config)
+    engine: Engine | None = None
     for version, records in sorted(by_version.items()):
-        _replay_version(WeightStore.of_run(run.root, config), config, version, records, drafter, report)
+        try:
+            engine = _load_version(store, config, version, drafter, engine)
+        except WeightsMissing as error:
+            typer.echo(f"{len(records)} requests skipped: {error}", err=True)
+            report["skipped"] += len(records)
+            continue
+        _replay_version(engine, records, report)
     if chosen and not report["requests"]:
         raise WeightsMissing("none of these requests' policy versions is kept: raise weights.keep in the next run")
     _print(report, json)
@@ -71,20 +79,7 @@ def _choose(
     return [recorded[name] for name in names]
 
 
-def _replay_version(
-    store: WeightStore,
-    config: RunConfig,
-    version: int,
-    records: list[Recorded],
-    drafter: str,
-    report: dict[str, Any],
-) -> None:
-    try:
-        engine = _build_engine(store, config, version, drafter)
-    except WeightsMissing as error:
-        typer.echo(f"{len(records)} requests skipped: {error}", err=True)
-        report["skipped"] += len(records)
-        return
+def _replay_version(engine: Engine, records: list[Recorded], report: dict[str, Any]) -> None:
     diverged = replay(engine, records)
     report["claim"] = engine.claim
     report["requests"] += len(records)
@@ -92,10 +87,14 @@ def _replay_version(
     report["diverged"] += [divergence.as_dict() for divergence in diverged]
 
 
-def _build_engine(store: WeightStore, config: RunConfig, version: int, drafter: str) -> Engine:
+def _load_version(store: WeightStore, config: RunConfig, version: int, drafter: str, engine: Engine | None) -> Engine:
+    """One engine for all versions: what it may claim is checked once. Raises WeightsMissing."""
     device = choose_device(config.engine.device)
     dtype = choose_dtype(config.engine.dtype, device)
     policy = store.load_policy(version, dtype=dtype, device=device)
+    if engine is not None:
+        engine.set_policy(policy, version)
+        return engine
     engine = Engine(policy, version, load_tokenizer(store.folder("policy", version)), config.engine)
     if drafter != "none":
         published = store.latest("drafter") if drafter == "latest" else store.find("drafter", int(drafter))
