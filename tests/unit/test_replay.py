@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import engine_cases as cases
-from tests import samples
 
+from tests import samples
 from tlt_pipeline.engine.engine import decode_all
 from tlt_pipeline.engine.replay import Recorded, replay
 from tlt_pipeline.messages import Array
