@@ -31,7 +31,7 @@ def test_training_raises_agreement_at_every_depth_on_documents_it_never_saw() ->
     train_steps(made, 60)
     found = made.judge()
     assert found is not None and found.worth
-    assert found.candidate.loss < 0.7 * found.published.loss
+    assert found.candidate.loss < 0.8 * found.published.loss
     for depth in range(DEPTH):
         assert found.candidate.agreement[depth] > found.published.agreement[depth] + 0.1
 

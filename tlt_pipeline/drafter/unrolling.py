@@ -58,11 +58,11 @@ def unroll(drafter: EagleDrafter, embedding: Tensor, batch: Batch, steps: int) -
     inputs_RWC = batch.hidden_RWC
     starts_RW1 = (batch.offsets_RW == 0).unsqueeze(-1)
     predicted: list[Tensor] = []
-    for _ in range(steps):
-        out_RWC = drafter(next_RWC, inputs_RWC, batch.positions_RW, Ops(attend))
-        predicted.append(out_RWC)
-        moved_RWC = torch.cat([out_RWC[:, :1], out_RWC[:, :-1]], 1)
-        inputs_RWC = torch.where(starts_RW1, batch.hidden_RWC, moved_RWC)
+    for step in range(steps):
+        if step:
+            moved_RWC = torch.cat([predicted[-1][:, :1], predicted[-1][:, :-1]], 1)
+            inputs_RWC = torch.where(starts_RW1, batch.hidden_RWC, moved_RWC)
+        predicted.append(drafter(next_RWC, inputs_RWC, batch.positions_RW, Ops(attend)))
     return torch.stack(predicted)
 
 
