@@ -181,6 +181,20 @@ def test_without_held_out_shards_a_share_of_the_others_is_kept_apart() -> None:
     assert len(held_out) == 2 and not held_out & drawn
 
 
+def test_held_out_documents_are_of_many_steps_and_stay_the_same() -> None:
+    buffer = make_buffer(keep_steps=4)
+    for version in range(4):
+        documents = [document(10, first_token=100 * version + index) for index in range(8)]
+        buffer.add(documents, version, held_out=True)
+    chosen = buffer.held_out(80)
+    assert sorted(int(each.token_ids[0]) // 100 for each in chosen) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert all(one is other for one, other in zip(chosen, buffer.held_out(80), strict=True))
+    changes = buffer.held_out_changes
+    buffer.add([document(10)], 4, held_out=False)
+    assert buffer.held_out_changes > changes  # version 0 went
+    assert all(int(each.token_ids[0]) >= 100 for each in buffer.held_out(80))
+
+
 def test_documents_without_a_pair_are_left_out() -> None:
     assert make_buffer().add([document(1), document(6, prompt=6)], 0, held_out=False) == 0
 

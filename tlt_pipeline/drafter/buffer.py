@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from tlt_pipeline.drafter.batching import count_pairs
 from tlt_pipeline.drafter.shards import Document
@@ -96,14 +97,24 @@ class DocumentBuffer:
         return drawn
 
     def held_out(self, tokens: int) -> list[Document]:
-        """The same documents at each call until `held_out_changes` grows: the newest, about `tokens` tokens."""
+        """The same documents at each call until `held_out_changes` grows: about `tokens` tokens, taken in turn from
+        each policy version, the newest first, so that many prompts are among them."""
+        by_version: dict[int, list[Document]] = {}
+        for entry in sorted(self._held_out, key=lambda entry: -entry.policy_version):
+            by_version.setdefault(entry.policy_version, []).append(entry.document)
+        order = random.Random(0)
+        for documents in by_version.values():
+            order.shuffle(documents)
         chosen: list[Document] = []
         size = 0
-        for entry in sorted(self._held_out, key=lambda entry: -entry.policy_version):
-            if chosen and size + len(entry.document) > tokens:
-                break
-            chosen.append(entry.document)
-            size += len(entry.document)
+        for documents in zip_longest(*by_version.values()):
+            for document in documents:
+                if document is None:
+                    continue
+                if chosen and size + len(document) > tokens:
+                    return chosen
+                chosen.append(document)
+                size += len(document)
         return chosen
 
     def _add_held_out(self, entries: list[_Entry]) -> None:

@@ -1,19 +1,19 @@
 """How well a drafter drafts, on documents that it isn't trained on.
 
-Shapes: N = tokens, V = vocabulary; otherwise as in batching.py.
+Shapes: D = depth of the chain, N = tokens, P = places (pairs) of one document, V = vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from tlt_pipeline.drafter.batching import pack, split_documents
+from tlt_pipeline.drafter.batching import Batch, pack, split_documents
 from tlt_pipeline.drafter.losses import FrozenParts
 from tlt_pipeline.drafter.shards import Document
 from tlt_pipeline.drafter.unrolling import step_weights, unroll
@@ -22,19 +22,40 @@ from tlt_pipeline.models.drafter import EagleDrafter
 
 @dataclass(frozen=True)
 class HeldOut:
-    """`loss`: cross-entropy against the policy's distribution in nats a token, the average over depths. `agreement`,
-    by depth: 1 - total variation between the two distributions at the rollout's temperature, which is how often a
-    proposal can be right at best, and within about 1 % how often shared-noise proposals are (reference: cpu.md);
-    at temperature 0, how often the best token is the same. `pairs` counted at depth 1."""
+    """`loss`: verify passes a token, expected for the held-out answers; what a drafter is for is to lower it.
+    `agreement`, by depth: 1 - total variation between the two distributions at the rollout's temperature, which is how
+    often a proposal can be right at best, and within about 1 % how often shared-noise proposals are; at temperature 0,
+    how often the best token is the same. `cross_entropy`: of the first proposal against the policy's distribution,
+    nats a token. `pairs`: places looked at."""
 
     loss: float
     agreement: tuple[float, ...]
+    cross_entropy: float
     pairs: int
 
     @property
     def acceptance_length(self) -> float:
-        """Expected tokens a verify pass of a chain of this depth, bonus token included."""
-        return 1.0 + sum(accumulate(self.agreement, mul))
+        """Expected tokens a verify pass, bonus token included."""
+        return 1.0 / self.loss
+
+
+class _Sums:
+    """Over documents. `by_depth`: agreement and its count [D, 2]."""
+
+    def __init__(self, depth: int) -> None:
+        self.by_depth_D2 = np.zeros((depth, 2))
+        self.cross_entropy = self.passes = self.tokens = 0.0
+
+    def result(self) -> HeldOut | None:
+        if not self.tokens:
+            return None
+        counts_D = np.maximum(self.by_depth_D2[:, 1], 1.0)
+        return HeldOut(
+            loss=self.passes / self.tokens,
+            agreement=tuple((self.by_depth_D2[:, 0] / counts_D).tolist()),
+            cross_entropy=self.cross_entropy / max(self.by_depth_D2[0, 1], 1.0),
+            pairs=int(self.by_depth_D2[0, 1]),
+        )
 
 
 @torch.no_grad()
@@ -50,34 +71,77 @@ def evaluate(
 ) -> HeldOut | None:
     """Depth k's proposals come from k - 1 steps on the drafter's own features, as in drafting. None: stopped, or
     nothing to judge by."""
-    sums_D3 = torch.zeros(depth, 3, dtype=torch.float64)
+    sums = _Sums(depth)
     for group in split_documents(documents, tokens_at_once):
         if should_stop():
             return None
         batch = pack(group).to(frozen.embedding.device)
-        predicted = unroll(drafter, frozen.embedding, batch, depth).flatten(1, 2)
-        weights = step_weights(batch, depth).flatten(1)
-        targets_NC = batch.targets_RWC.flatten(0, 1)
-        for low in range(0, targets_NC.shape[0], frozen.chunk):
-            part = slice(low, low + frozen.chunk)
-            policy_NV = frozen.scores(frozen.norm(targets_NC[part]))
-            for step in range(depth):
-                drafter_NV = frozen.scores(frozen.norm(predicted[step, part]))
-                sums_D3[step] += _compare(policy_NV, drafter_NV, weights[step, part], temperature)
-    if sums_D3[0, 2] == 0:
-        return None
-    counts_D = sums_D3[:, 2].clamp_min(1.0)
-    loss = (sums_D3[:, 0].sum() / sums_D3[:, 2].sum()).item()
-    return HeldOut(loss, tuple((sums_D3[:, 1] / counts_D).tolist()), int(sums_D3[0, 2].item()))
+        predicted_DNC = unroll(drafter, frozen.embedding, batch, depth).flatten(1, 2)
+        weights_DN = step_weights(batch, depth).flatten(1)
+        agree_DN, entropy_N = _compare(predicted_DNC, batch.targets_RWC.flatten(0, 1), frozen, temperature)
+        sums.by_depth_D2[:, 0] += (agree_DN * weights_DN).sum(1).cpu().numpy()
+        sums.by_depth_D2[:, 1] += weights_DN.sum(1).cpu().numpy()
+        sums.cross_entropy += (entropy_N * weights_DN[0]).sum().item()
+        for passes, tokens in _passes_by_document(agree_DN, batch):
+            sums.passes += passes
+            sums.tokens += tokens
+    return sums.result()
 
 
-def _compare(policy_NV: Tensor, drafter_NV: Tensor, weight_N: Tensor, temperature: float) -> Tensor:
-    """Scores -> weighted sums of (cross-entropy, agreement, 1) [3]."""
-    entropy_N = drafter_NV.logsumexp(-1) - torch.linalg.vecdot(policy_NV.softmax(-1), drafter_NV)
-    if temperature == 0:
-        agree_N = (policy_NV.argmax(-1) == drafter_NV.argmax(-1)).float()
-    else:
-        shared_NV = torch.minimum((policy_NV / temperature).softmax(-1), (drafter_NV / temperature).softmax(-1))
-        agree_N = shared_NV.sum(-1)
-    each_N3 = torch.stack([entropy_N, agree_N, torch.ones_like(agree_N)], -1)
-    return (each_N3 * weight_N[:, None]).sum(0).double().cpu()
+def _compare(
+    predicted_DNC: Tensor, targets_NC: Tensor, frozen: FrozenParts, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Features -> agreement at every depth [D, N], and the first depth's cross-entropy [N]."""
+    agree_DN = torch.empty(predicted_DNC.shape[:2])
+    entropy_N = torch.empty(predicted_DNC.shape[1])
+    for low in range(0, targets_NC.shape[0], frozen.chunk):
+        part = slice(low, low + frozen.chunk)
+        policy_NV = frozen.scores(frozen.norm(targets_NC[part]))
+        likely_NV = policy_NV.argmax(-1) if temperature == 0 else (policy_NV / temperature).softmax(-1)
+        for step, predicted_NC in enumerate(predicted_DNC[:, part]):
+            drafter_NV = frozen.scores(frozen.norm(predicted_NC))
+            if step == 0:
+                expected_N = torch.linalg.vecdot(policy_NV.softmax(-1), drafter_NV)
+                entropy_N[part] = drafter_NV.logsumexp(-1) - expected_N
+            if temperature == 0:
+                agree_DN[step, part] = (likely_NV == drafter_NV.argmax(-1)).float()
+            else:
+                shared_NV = torch.minimum(likely_NV, (drafter_NV / temperature).softmax(-1))
+                agree_DN[step, part] = shared_NV.sum(-1)
+    return agree_DN.to(predicted_DNC.device), entropy_N.to(predicted_DNC.device)
+
+
+def _passes_by_document(agree_DN: Tensor, batch: Batch) -> list[tuple[float, int]]:
+    """For each document: expected verify passes for the places from its first one that counts, and those places."""
+    owners_N, weight_N = batch.documents_RW.flatten().cpu().numpy(), batch.weight_RW.flatten().cpu().numpy()
+    agree = agree_DN.double().cpu().numpy()
+    found: list[tuple[float, int]] = []
+    for document in range(int(owners_N.max()) + 1):
+        inside = owners_N == document
+        counting = np.flatnonzero(weight_N[inside])
+        if len(counting):
+            agree_DP = agree[:, inside][:, counting[0] :]
+            found.append((expected_passes(agree_DP), agree_DP.shape[1]))
+    return found
+
+
+def expected_passes(agree_DP: NDArray[np.float64]) -> float:
+    """Verify passes that a chain drafter needs for P tokens, if depth d's proposal for place p is right with
+    probability agree_DP[d, p]. A pass that starts at place p commits the right proposals and one token more, so the
+    next one starts behind them: solved from the end. (Averages of agreement would be too kind: passes start more often
+    where drafting is hard.)"""
+    depth, places = agree_DP.shape
+    columns = agree_DP.T.tolist()
+    left = [0.0] * (places + depth + 1)
+    for place in range(places - 1, -1, -1):
+        passes, alive = 1.0, 1.0
+        for step in range(depth):
+            if place + step >= places:
+                break
+            right = columns[place + step][step]
+            passes += alive * (1.0 - right) * left[place + step + 1]
+            alive *= right
+        else:
+            passes += alive * left[place + depth + 1]
+        left[place] = passes
+    return left[0]

@@ -24,8 +24,7 @@ class Versions:
 
     async def publish_if_worth(self, judgement: Judgement, group: asyncio.TaskGroup) -> None:
         """In the background, one at a time. What isn't published is counted with its reason."""
-        found = {"loss": judgement.candidate.loss, "published_loss": judgement.published.loss}
-        facts = {name: round(value, 4) for name, value in found.items()}
+        facts = {name: round(value, 4) for name, value in _measures(judgement).items()}
         if not judgement.worth:
             self.actor.metrics.count_skipped("drafter_not_better")
             self.actor.log.info("drafter not published: not better", drafter_version=self.trainer.version, **facts)
@@ -44,13 +43,7 @@ class Versions:
     async def _publish(self, candidate: Candidate, judgement: Judgement) -> None:
         kept = self.store.versions("drafter")
         version = await self.bus.next_version("drafter", above=kept[-1] if kept else 0)
-        metrics = {
-            "loss": judgement.candidate.loss,
-            "published_loss": judgement.published.loss,
-            "acceptance_length": judgement.candidate.acceptance_length,
-            "published_acceptance_length": judgement.published.acceptance_length,
-            "tokens_trained": float(candidate.tokens_trained),
-        }
+        metrics = {**_measures(judgement), "tokens_trained": float(candidate.tokens_trained)}
         published = await asyncio.to_thread(
             self.store.write_drafter,
             version,
@@ -92,3 +85,12 @@ class Versions:
             drafter = await asyncio.to_thread(self.store.load_drafter, published, trainer.drafter.config)
             await loop.run_in_executor(self.thread, trainer.follow, published.version, drafter)
             self.actor.gauges["drafter_version"] = trainer.version
+
+
+def _measures(judgement: Judgement) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for prefix, held_out in (("", judgement.candidate), ("published_", judgement.published)):
+        found[f"{prefix}loss"] = held_out.loss
+        found[f"{prefix}acceptance_length"] = held_out.acceptance_length
+        found[f"{prefix}cross_entropy"] = held_out.cross_entropy
+    return found
