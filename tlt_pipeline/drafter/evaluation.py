@@ -53,7 +53,7 @@ class _Sums:
         return HeldOut(
             loss=self.passes / self.tokens,
             agreement=tuple((self.by_depth_D2[:, 0] / counts_D).tolist()),
-            cross_entropy=self.cross_entropy / max(self.by_depth_D2[0, 1], 1.0),
+            cross_entropy=self.cross_entropy / float(counts_D[0]),
             pairs=int(self.by_depth_D2[0, 1]),
         )
 
