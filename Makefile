@@ -31,7 +31,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "venv failed: on Debian and Ubuntu, apt install python3-venv"; exit 2; }
 
 $(VENV)/.run-ready: pyproject.toml | $(VENV)/bin/python
-	$(PY) -m pip install -q -e '.[redis-server]' || { echo "if pycosat could not be built: apt install gcc python3-dev"; exit 1; }
+	$(PY) -m pip install -q ./deploy/pycosat -e '.[redis-server]'
 	@touch $@
 
 $(VENV)/.test-ready: pyproject.toml $(VENV)/.run-ready
