@@ -11,6 +11,7 @@ import torch
 from tlt_pipeline.config import ConfigError
 from tlt_pipeline.engine.engine import Finished, decode_all
 from tlt_pipeline.engine.forward import Forward
+from tlt_pipeline.engine.layout import PLAIN, Layout, exact_layouts
 from tlt_pipeline.engine.invariance import decide_exactness, is_batch_invariant
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -115,19 +116,19 @@ def test_start_up_check_sees_a_batch_dependent_product():
         def __call__(self, x, weight, bias):
             return torch.nn.functional.linear(x, weight, bias) * (1 + 1e-6 * x.shape[0])
 
-    assert not is_batch_invariant(Forward(model, True, Leaky()), batch=4, width=3)
-    assert is_batch_invariant(Forward.of(model, exact=True), batch=4, width=3)
+    assert not is_batch_invariant(Forward(model, Layout(Leaky())))
+    assert any(is_batch_invariant(Forward(model, layout)) for layout in exact_layouts(torch.float32))
 
 
 def test_claims():
     float32, bfloat16 = cases.policy(), cases.policy(dtype=torch.bfloat16)
-    assert decide_exactness(float32, "auto", 4, 5) == (True, "exact")
-    assert decide_exactness(float32, "off", 4, 5) == (False, "float32")
-    assert decide_exactness(bfloat16, "off", 4, 5) == (False, "distribution")
+    assert decide_exactness(float32, "auto", 64)[1] == "exact"
+    assert decide_exactness(float32, "off", 64) == (PLAIN, "float32")
+    assert decide_exactness(bfloat16, "off", 64) == (PLAIN, "distribution")
 
 
 def test_exact_on_is_refused_where_the_machine_cannot(monkeypatch):
     monkeypatch.setattr("tlt_pipeline.engine.invariance.is_batch_invariant", lambda *_: False)
     with pytest.raises(ConfigError, match=r"set engine\.exact to auto"):
-        decide_exactness(cases.policy(), "on", 4, 5)
-    assert decide_exactness(cases.policy(), "auto", 4, 5) == (False, "float32")
+        decide_exactness(cases.policy(), "on", 64)
+    assert decide_exactness(cases.policy(), "auto", 64) == (PLAIN, "float32")

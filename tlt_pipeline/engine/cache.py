@@ -1,7 +1,7 @@
 """The KV cache of one slot: a row a running answer, running rows always the first ones.
 
 Shapes: B = running rows, W = tokens a row in this pass, L = cache length, K = key/value heads, D = head size,
-H = query heads, G = H / K.
+H = query heads, S = steps.
 """
 
 from __future__ import annotations
@@ -10,14 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt_pipeline.engine.layout import PLAIN, Layout, round_up
 from tlt_pipeline.models.decoder import DecoderConfig
-
-LENGTH_BLOCK = 64
-"""The KV length that attention sees is a multiple of this: other lengths change bits (measured)."""
-
-
-def round_up(value: int, block: int = LENGTH_BLOCK) -> int:
-    return -(-value // block) * block
 
 
 class KVCache:
@@ -27,59 +21,68 @@ class KVCache:
         self.length = round_up(length)
         shape = (config.num_layers, 2, rows, self.length, config.num_kv_heads, config.head_dim)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.slots = [(layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self.data]
+        """Keys and values of each layer as [rows * L, K, D], to write into."""
+        self._window: tuple[tuple[int, int, int], list[tuple[Tensor, Tensor]]] | None = None
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` positions of a row to another."""
         self.data[:, :, target, :length] = self.data[:, :, source, :length]
 
+    def window(self, first_row: int, rows: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer, [B, K, length, D]. Views are kept: making them costs as much as using them,
+        and consecutive passes want the same."""
+        wanted = (first_row, rows, length)
+        if self._window is None or self._window[0] != wanted:
+            part = self.data[:, :, first_row : first_row + rows, :length].transpose(3, 4)
+            self._window = wanted, [(layer[0], layer[1]) for layer in part]
+        return self._window[1]
+
 
 class CachedAttention:
     """Attention of one pass: writes the new keys and values at their positions, then looks at everything up to them.
 
-    `exact`: one query a call, so that a row's bits don't depend on how many tokens are verified beside it; the W
-    queries of a row are laid out as if they were heads that share keys and values, which makes that one call.
+    Where the layout wants one query a call, the W queries of a row are laid out as if they were heads that share keys
+    and values, which makes that one call.
     """
 
-    def __init__(self, cache: KVCache, positions_BW: Tensor, longest: int, exact: bool, first_row: int = 0) -> None:
-        """positions_BW int64: where each token stands; `longest`: at least the largest position + 1."""
-        self.cache, self.exact = cache, exact
-        self.B, self.W = positions_BW.shape
-        self.first_row = first_row
-        # one query of one row may look at everything there is: no mask, and no padding where bits don't matter
-        single = self.B == self.W == 1 and not exact
-        self.L = longest if single else min(round_up(longest), cache.length)
-        device, dtype = cache.data.device, cache.data.dtype
-        rows_B1 = torch.arange(first_row, first_row + self.B, device=device).unsqueeze(1)
-        self.slots_N = (rows_B1 * cache.length + positions_BW).flatten()
-        self.mask = None if single else self._causal_mask(positions_BW, dtype)
+    def __init__(
+        self,
+        cache: KVCache,
+        slots_N: Tensor,
+        mask: Tensor | None,
+        window: list[tuple[Tensor, Tensor]],
+        shape: tuple[int, int],
+        layout: Layout = PLAIN,
+    ) -> None:
+        """See `attend_to`. mask: [B, 1, W + padding, L]: 0 where a token may look, -inf elsewhere."""
+        self.cache, self.slots_N, self.mask, self.window = cache, slots_N, mask, window
+        self.B, self.W = shape
+        self.one_query = layout.queries == 1
+        self.padding = 0 if self.one_query else layout.padded_queries(self.W) - self.W
         self._heads_mask: Tensor | None = None
-
-    def _causal_mask(self, positions_BW: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, 1, W, L]: 0 where a token may look, -inf elsewhere."""
-        mask_BWL = torch.zeros((self.B, self.W, self.L), dtype=dtype, device=positions_BW.device)
-        hidden_BWL = torch.arange(self.L, device=positions_BW.device) > positions_BW.unsqueeze(-1)
-        return mask_BWL.masked_fill_(hidden_BWL, float("-inf")).unsqueeze(1)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N, H, D], k and v [N, K, D] with N >= B * W (the rest is padding) -> [N, H, D]."""
-        count, rows = self.B * self.W, slice(self.first_row, self.first_row + self.B)
-        keys, values = self.cache.data[layer, 0], self.cache.data[layer, 1]
-        keys.flatten(0, 1).index_copy_(0, self.slots_N, k[:count])
-        values.flatten(0, 1).index_copy_(0, self.slots_N, v[:count])
-        keys_BKLD = keys[rows, : self.L].transpose(1, 2)
-        values_BKLD = values[rows, : self.L].transpose(1, 2)
-        q_BWHD = q[:count].view(self.B, self.W, q.shape[1], q.shape[2])
-        out = self._exact(q_BWHD, keys_BKLD, values_BKLD) if self.exact else self._plain(q_BWHD, keys_BKLD, values_BKLD)
-        return out if count == q.shape[0] else F.pad(out, (0, 0, 0, 0, 0, q.shape[0] - count))
+        count, padded = self.B * self.W, q.shape[0]
+        if count != padded:
+            q, k, v = q[:count], k[:count], v[:count]
+        keys, values = self.cache.slots[layer]
+        keys.index_copy_(0, self.slots_N, k)
+        values.index_copy_(0, self.slots_N, v)
+        look = self._one_by_one if self.one_query else self._together
+        out = look(q.view(self.B, self.W, *q.shape[1:]), *self.window[layer])
+        return out if count == padded else F.pad(out, (0, 0, 0, 0, 0, padded - count))
 
-    def _plain(self, q_BWHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        grouped = q_BWHD.shape[2] != keys.shape[1]
-        out = F.scaled_dot_product_attention(
-            q_BWHD.transpose(1, 2), keys, values, attn_mask=self.mask, enable_gqa=grouped
-        )
-        return out.transpose(1, 2).flatten(0, 1)
+    def _together(self, q_BWHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        H, q = q_BWHD.shape[2], q_BWHD.transpose(1, 2)
+        if self.padding:
+            q = F.pad(q, (0, 0, 0, self.padding))
+        grouped = H != keys.shape[1]
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask, enable_gqa=grouped).transpose(1, 2)
+        return (out[:, : self.W] if self.padding else out).flatten(0, 1)
 
-    def _exact(self, q_BWHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _one_by_one(self, q_BWHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         B, W, H, D = q_BWHD.shape
         if W == 1:
             q, mask = q_BWHD.view(B, H, 1, D), self.mask
@@ -93,6 +96,46 @@ class CachedAttention:
     def _mask_for(self, heads: int) -> Tensor:
         assert self.mask is not None
         if self._heads_mask is None:
-            expanded = self.mask.expand(self.B, heads, self.W, self.L)
-            self._heads_mask = expanded.reshape(self.B, heads * self.W, 1, self.L)
+            expanded = self.mask.expand(self.B, heads, self.W, self.mask.shape[-1])
+            self._heads_mask = expanded.reshape(self.B, heads * self.W, 1, -1)
         return self._heads_mask
+
+
+def attend_to(
+    cache: KVCache, positions_BW: Tensor, longest: int, layout: Layout = PLAIN, first_row: int = 0
+) -> CachedAttention:
+    """One pass of W tokens a row. positions_BW int64: where each token stands; `longest`: at least the largest
+    position + 1."""
+    B, W = positions_BW.shape
+    slots_BW = _slots(cache, positions_BW, first_row)
+    if B == W == 1 and not layout.queries:
+        # one query of one row may look at everything there is: no mask, and no padding where bits don't matter
+        return CachedAttention(cache, slots_BW.flatten(), None, cache.window(first_row, B, longest), (B, W))
+    window = cache.window(first_row, B, min(layout.padded_length(longest), cache.length))
+    mask_BWL = _causal_mask(positions_BW, window[0][0])
+    padding = 0 if layout.queries == 1 else layout.padded_queries(W) - W
+    if padding:
+        mask_BWL = F.pad(mask_BWL, (0, 0, 0, padding))
+    return CachedAttention(cache, slots_BW.flatten(), mask_BWL.unsqueeze(1), window, (B, W), layout)
+
+
+def attend_in_steps(cache: KVCache, positions_BS: Tensor, longest: int) -> list[CachedAttention]:
+    """S passes of one token a row each, prepared together: a drafter's."""
+    B, S = positions_BS.shape
+    slots_SB = _slots(cache, positions_BS, 0).t().contiguous()
+    window = cache.window(0, B, min(round_up(longest), cache.length))
+    masks_SB11L = _causal_mask(positions_BS.t(), window[0][0])[:, :, None, None]
+    return [CachedAttention(cache, slots_SB[step], masks_SB11L[step], window, (B, 1)) for step in range(S)]
+
+
+def _slots(cache: KVCache, positions_BW: Tensor, first_row: int) -> Tensor:
+    """[B, W]: where each token's key and value go."""
+    rows_B = torch.arange(first_row, first_row + positions_BW.shape[0], device=positions_BW.device)
+    return torch.add(positions_BW, rows_B.unsqueeze(1), alpha=cache.length)
+
+
+def _causal_mask(positions: Tensor, keys_BKLD: Tensor) -> Tensor:
+    """positions [...] -> [..., L]: 0 where a token may look, -inf elsewhere."""
+    places_L = torch.arange(keys_BKLD.shape[2], device=positions.device)
+    mask = keys_BKLD.new_zeros((*positions.shape, len(places_L)))
+    return mask.masked_fill_(places_L > positions.unsqueeze(-1), float("-inf"))

@@ -21,6 +21,7 @@ from tlt_pipeline.engine.batch import Batch, Running
 from tlt_pipeline.engine.forward import Forward, prefill_features
 from tlt_pipeline.engine.gate import SpeculationGate
 from tlt_pipeline.engine.invariance import decide_exactness
+from tlt_pipeline.engine.layout import Layout
 from tlt_pipeline.engine.noise import gumbel_noise, noise_keys, token_hashes
 from tlt_pipeline.engine.sampling import Draw, draw
 from tlt_pipeline.engine.speculation import propose_chain
@@ -69,7 +70,7 @@ class Engine:
         Raises ConfigError where `engine.exact: on` can't be had here."""
         self.config, self.tokenizer, self.feature_chunk = config, tokenizer, feature_chunk
         self.depth = config.speculation.depth
-        self.exact, self.claim = self._decide_exactness(policy)
+        self.layout, self.claim = self._decide_exactness(policy)
         self.drafter: EagleDrafter | None = None
         self.drafter_version = 0
         self.waiting: deque[RolloutRequest] = deque()
@@ -78,8 +79,8 @@ class Engine:
         self.gate = SpeculationGate(config.speculation.max_batch)
         self.set_policy(policy, version)
 
-    def _decide_exactness(self, policy: Decoder) -> tuple[bool, Claim]:
-        return decide_exactness(policy, self.config.exact, self.config.max_batch, self.depth + 1)
+    def _decide_exactness(self, policy: Decoder) -> tuple[Layout, Claim]:
+        return decide_exactness(policy, self.config.exact, self.config.max_context + self.depth + 1)
 
     # --- what the worker says -------------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ class Engine:
         """Between requests only: an answer has one policy."""
         assert not getattr(self, "batch", None) and not self.waiting, "a policy changes between requests only"
         self.policy, self.policy_version = policy.requires_grad_(False), version
-        self.forward = Forward.of(policy, self.exact)
+        self.forward = Forward(policy, self.layout)
         self.hashes = token_hashes(policy.config.vocab_size, policy.embed.weight.device)
         self.batch: Batch | None = None
 
@@ -145,7 +146,7 @@ class Engine:
 
     def _schedule(self) -> Batch:
         if self.batch is None:
-            length = self.config.max_context + self.depth + 1
+            length = self.layout.padded_length(self.config.max_context + self.depth + 1)
             weight = self.policy.embed.weight
             self.batch = Batch(self.policy.config, self.config.max_batch, length, weight.dtype, weight.device)
         batch, first = self.batch, len(self.batch)

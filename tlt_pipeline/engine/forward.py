@@ -11,35 +11,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_pipeline.engine.cache import CachedAttention, KVCache
-from tlt_pipeline.engine.linear import RowLinear, choose_linear
+from tlt_pipeline.engine.cache import KVCache, attend_to
+from tlt_pipeline.engine.layout import Layout
 from tlt_pipeline.models.decoder import Decoder, Ops
+
+PREFILL_WIDTH = 128
+"""Tokens of a prompt that are read in one pass: bounds the attention mask, and reaches the kernels that were tried."""
 
 
 @dataclass(frozen=True)
 class Forward:
     policy: Decoder
-    exact: bool
-    linear: RowLinear
-
-    @classmethod
-    def of(cls, policy: Decoder, exact: bool) -> Forward:
-        return cls(policy, exact, choose_linear(policy.embed.weight.dtype, exact))
+    layout: Layout
 
     def hidden(
         self, cache: KVCache, tokens_BW: Tensor, positions_BW: Tensor, longest: int, first_row: int = 0
     ) -> Tensor:
         """Reads tokens at their positions -> features before the final norm [P, C]; the first B * W rows count."""
-        attend = CachedAttention(cache, positions_BW, longest, self.exact, first_row)
-        padding = self.linear.padded(tokens_BW.numel()) - tokens_BW.numel()
+        attend = attend_to(cache, positions_BW, longest, self.layout, first_row)
+        padding = self.layout.linear.padded(tokens_BW.numel()) - tokens_BW.numel()
         tokens, positions = tokens_BW.flatten(), positions_BW.flatten()
         if padding:
             tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
-        return self.policy.hidden(tokens, positions, Ops(attend, self.linear))
+        return self.policy.hidden(tokens, positions, Ops(attend, self.layout.linear))
 
     def logits(self, hidden_PC: Tensor) -> Tensor:
         """[P, C] -> [P, V]."""
-        return self.policy.logits(hidden_PC, self.linear)
+        return self.policy.logits(hidden_PC, self.layout.linear)
 
 
 def prefill_features(forward: Forward, cache: KVCache, prompts: list[list[int]], first_row: int) -> Tensor:
@@ -49,5 +47,10 @@ def prefill_features(forward: Forward, cache: KVCache, prompts: list[list[int]],
     device = cache.data.device
     tokens_BW = torch.tensor([prompt + [0] * (width - len(prompt)) for prompt in prompts], device=device)
     positions_BW = torch.arange(width, device=device).expand_as(tokens_BW)
-    hidden_PC = forward.hidden(cache, tokens_BW, positions_BW, width, first_row)
-    return hidden_PC[: tokens_BW.numel()].view(*tokens_BW.shape, -1)
+    features: list[Tensor] = []
+    for start in range(0, width, PREFILL_WIDTH):
+        part = slice(start, start + PREFILL_WIDTH)
+        tokens_Bw = tokens_BW[:, part]
+        hidden_PC = forward.hidden(cache, tokens_Bw, positions_BW[:, part], start + tokens_Bw.shape[1], first_row)
+        features.append(hidden_PC[: tokens_Bw.numel()].view(*tokens_Bw.shape, -1))
+    return torch.cat(features, 1)

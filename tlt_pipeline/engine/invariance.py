@@ -1,59 +1,126 @@
 """The start-up check behind the claim of a run (design 5.1): does a row's result depend on the batch around it?
 
-The same tokens are read one at a time alone, and in batches and verify widths as the engine will use them; the logits
-must be equal to the bit.
+Matrix products are tried with many row counts, attention with the KV lengths to come; then the same tokens are read one
+at a time alone, and in batches, verify widths and whole prompts: the logits must be equal to the bit. The first layout
+that passes is used. What is tried doesn't depend on an engine's batch, so that engines of one machine agree.
+Shapes: B = rows, T = tokens of a row, V = vocabulary, H, K = query and key/value heads, L = KV length, D = head size,
+Q = queries.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_pipeline.config import ConfigError
 from tlt_pipeline.engine.cache import KVCache
 from tlt_pipeline.engine.forward import Forward
+from tlt_pipeline.engine.layout import LENGTH_BLOCK, PLAIN, Layout, exact_layouts, round_up
 from tlt_pipeline.messages import Claim
 from tlt_pipeline.models.decoder import Decoder
 
+MOST_ROWS = 160
+"""Row counts up to this one are tried, all of them while it costs no more than `WORK`."""
+WORK = 4e9
+"""Multiplications spent on the row counts of one weight matrix: well under a second."""
+FEWEST_COUNTS = 6
+MOST_READ = 8
+"""Rows that are read side by side."""
+KV_SPLIT = 512
+"""PyTorch's attention kernel for CPUs goes through the keys in blocks of this size."""
+MOST_LENGTHS = 64
+"""KV lengths that are told apart; a longer context is padded more coarsely."""
 
-def decide_exactness(
-    policy: Decoder, wanted: Literal["auto", "on", "off"], batch: int, width: int
-) -> tuple[bool, Claim]:
-    """-> (compute batch-invariantly, what may be claimed). Raises ConfigError where exactness was demanded
-    (`engine.exact: on`) and this machine doesn't give it."""
+
+def decide_exactness(policy: Decoder, wanted: Literal["auto", "on", "off"], longest: int) -> tuple[Layout, Claim]:
+    """-> (how passes are laid out, what may be claimed). `longest`: positions that a cache will hold. Raises
+    ConfigError where exactness was demanded (`engine.exact: on`) and this machine doesn't give it."""
     dtype = policy.embed.weight.dtype
     fallback: Claim = "distribution" if dtype == torch.bfloat16 else "float32"
     if wanted == "off":
-        return False, fallback
-    if is_batch_invariant(Forward.of(policy, exact=True), batch, width):
-        return True, "exact"
+        return PLAIN, fallback
+    for candidate in exact_layouts(dtype):
+        layout = replace(candidate, lengths=usable_lengths(policy, candidate, longest))
+        if layout.lengths and is_batch_invariant(Forward(policy, layout)):
+            return layout, "exact"
     if wanted == "on":
         raise ConfigError(
             f"engine.exact is on, but on this machine a row's bits depend on the batch in {dtype}: "
             f"set engine.exact to auto, or try engine.dtype=float32 or other engine.threads"
         )
-    return False, fallback
+    return PLAIN, fallback
 
 
 @torch.inference_mode()
-def is_batch_invariant(forward: Forward, batch: int, width: int, length: int = 136) -> bool:
-    """Compares reading `length` random tokens in one row, a token a pass, with batches of up to `batch` rows and
-    `width` tokens a pass."""
+def usable_lengths(policy: Decoder, layout: Layout, longest: int) -> tuple[int, ...]:
+    """KV lengths at which attention gives the bits that it gives at the greatest one, where the keys beyond are
+    masked. Empty: not even two of them agree."""
+    config, weight = policy.config, policy.embed.weight
+    greatest = round_up(longest, KV_SPLIT)
+    generator = torch.Generator().manual_seed(0)
+    queries = max(layout.queries, 1)
+    q, k, v = (
+        torch.randn((1, heads, length, config.head_dim), generator=generator).to(weight.device, weight.dtype)
+        for heads, length in (
+            (config.num_heads, queries),
+            (config.num_kv_heads, greatest),
+            (config.num_kv_heads, greatest),
+        )
+    )
+    step = round_up(greatest // MOST_LENGTHS + 1)
+    return tuple(L for L in range(step, greatest, step) if _agrees_at(L, q, k, v)) + (greatest,)
+
+
+def _agrees_at(L: int, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    def attend(length: int, used: int) -> Tensor:
+        mask_QL = q.new_zeros((q.shape[2], length))
+        mask_QL[:, used:] = float("-inf")
+        keys, values = k[:, :, :length], v[:, :, :length]
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask_QL, enable_gqa=grouped)
+
+    greatest = k.shape[2]
+    return all(torch.equal(attend(L, used), attend(greatest, used)) for used in (L, L - LENGTH_BLOCK // 2, L // 2, 1))
+
+
+@torch.inference_mode()
+def is_batch_invariant(forward: Forward, length: int = 136) -> bool:
+    """Tries the products, then compares reading `length` random tokens in one row, a token a pass, with reading them
+    among other rows, several a pass."""
+    if not _products_are_invariant(forward):
+        return False
     config, device = forward.policy.config, forward.policy.embed.weight.device
     length = min(length, config.max_position_embeddings)
     generator = torch.Generator().manual_seed(0)
-    tokens_BT = torch.randint(config.vocab_size, (batch, length), generator=generator).to(device)
+    tokens_BT = torch.randint(config.vocab_size, (MOST_READ, length), generator=generator).to(device)
     reference = _read(forward, tokens_BT[:1], [1] * length)
-    shapes = [
-        (1, width),
-        (batch, 1),
-        (batch, width),
-        (min(3, batch), max(2, width - 1)),
-        (2 if batch > 1 else 1, 7),
-    ]
+    shapes = [(1, 5), (MOST_READ, 1), (MOST_READ, 5), (3, 4), (2, 7), (1, length), (5, 33)]
     return all(torch.equal(reference, _read(forward, tokens_BT[:rows], _widths(length, w))) for rows, w in shapes)
+
+
+def _products_are_invariant(forward: Forward) -> bool:
+    """Every shape of weight matrix in the policy, with many row counts."""
+    policy, linear = forward.policy, forward.layout.linear
+    weights = {module.weight.shape: module.weight for module in policy.modules() if isinstance(module, torch.nn.Linear)}
+    for weight in weights.values():
+        x = torch.randn(MOST_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
+        x = x.to(weight.device, weight.dtype)
+        expected = linear(x[: linear.padded(MOST_ROWS)], weight, None)
+        for rows in _row_counts(weight.numel()):
+            padded = torch.cat([x[:rows], x.new_zeros(linear.padded(rows) - rows, x.shape[1])])
+            if not torch.equal(linear(padded, weight, None)[:rows], expected[:rows]):
+                return False
+    return True
+
+
+def _row_counts(size: int) -> list[int]:
+    affordable = max(int(WORK / (size * MOST_ROWS / 2)), FEWEST_COUNTS)
+    step = max(MOST_ROWS // affordable, 1)
+    return sorted({*range(1, MOST_ROWS, step), *range(1, min(affordable, MOST_ROWS))})
 
 
 def _widths(length: int, width: int) -> list[int]:
@@ -64,13 +131,14 @@ def _widths(length: int, width: int) -> list[int]:
 def _read(forward: Forward, tokens_BT: Tensor, widths: list[int]) -> Tensor:
     """Logits of the first row [T, V]."""
     weight = forward.policy.embed.weight
-    cache = KVCache(forward.policy.config, tokens_BT.shape[0], tokens_BT.shape[1] + 64, weight.dtype, weight.device)
+    room = forward.layout.padded_length(tokens_BT.shape[1] + LENGTH_BLOCK)
+    cache = KVCache(forward.policy.config, tokens_BT.shape[0], room, weight.dtype, weight.device)
     logits, start = [], 0
     for width in widths:
         positions_W = torch.arange(start, start + width, device=weight.device)
         tokens_BW = tokens_BT[:, start : start + width]
         # rows at different lengths stretch what attention sees, as in a real batch
-        longest = start + width + (64 if tokens_BT.shape[0] > 1 else 0)
+        longest = start + width + (LENGTH_BLOCK if tokens_BT.shape[0] > 1 else 0)
         hidden = forward.hidden(cache, tokens_BW, positions_W.expand_as(tokens_BW), longest)
         logits.append(forward.logits(hidden)[:width])
         start += width

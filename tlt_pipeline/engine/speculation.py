@@ -1,7 +1,7 @@
 """Chain drafting with the EAGLE drafter (arXiv 2401.15077), on the policy's own noise (arXiv 2408.07978).
 
 The drafter needn't be exact to the bit: whatever it proposes, the policy's draw decides.
-Shapes: B = rows, D = depth, S = pairs to catch up, C = hidden size, V = vocabulary.
+Shapes: B = rows, D = depth, S = pairs to catch up or steps to draft, C = hidden size, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tlt_pipeline.engine.batch import Batch
-from tlt_pipeline.engine.cache import CachedAttention, KVCache
+from tlt_pipeline.engine.cache import KVCache, attend_in_steps, attend_to
 from tlt_pipeline.engine.sampling import perturbed_argmax
 from tlt_pipeline.models.decoder import Decoder, Ops
 from tlt_pipeline.models.drafter import EagleDrafter
@@ -20,21 +20,20 @@ from tlt_pipeline.models.drafter import EagleDrafter
 def propose_chain(policy: Decoder, drafter: EagleDrafter, batch: Batch, noise_BWV: Tensor, depth: int) -> Tensor:
     """Proposes `depth` tokens a row after its last committed one -> int64 [B, D]. noise_BWV: the policy's noise at
     the positions to draw. Catches the drafter's cache up with what was committed since it last ran."""
-    B = len(batch)
     cache = _drafter_cache(drafter, batch)
     sampling = batch.sampling(1)
     feature_BC = _catch_up(policy, drafter, cache, batch)
-    lengths = batch.lengths[:B]
-    longest = int(lengths.max())
+    lengths_B = batch.lengths[: len(batch)]
+    # the last proposal is not read any more
+    positions_BS = torch.from_numpy(lengths_B[:, None] + np.arange(depth - 1)).to(batch.device)
+    attends = attend_in_steps(cache, positions_BS, int(lengths_B.max()) + depth - 1) if depth > 1 else []
     proposals: list[Tensor] = []
     for step in range(depth):
+        if step:
+            ops = Ops(attends[step - 1])
+            feature_BC = drafter(policy.embed(proposals[-1]), feature_BC, positions_BS[:, step - 1], ops)
         scaled_BV = policy.logits(feature_BC).to(noise_BWV.dtype) * sampling.inverse_temperature_N1
-        token_B = perturbed_argmax(scaled_BV, noise_BWV[:, step], sampling.noise_scale_N1)
-        proposals.append(token_B)
-        if step + 1 < depth:
-            positions_B = torch.from_numpy(lengths + step).to(batch.device)
-            attend = CachedAttention(cache, positions_B.unsqueeze(1), longest + step + 1, exact=False)
-            feature_BC = drafter(policy.embed(token_B), feature_BC, positions_B, Ops(attend))
+        proposals.append(perturbed_argmax(scaled_BV, noise_BWV[:, step], sampling.noise_scale_N1))
     return torch.stack(proposals, 1)
 
 
@@ -58,7 +57,7 @@ def _catch_up(policy: Decoder, drafter: EagleDrafter, cache: KVCache, batch: Bat
     next_BS = batch.tokens_RL[:B].gather(1, positions_BS + 1)
     rows_B1 = torch.arange(B, device=batch.device).unsqueeze(1)
     features_BSC = batch.features_RLC[rows_B1, positions_BS]
-    attend = CachedAttention(cache, positions_BS, int(end.max()), exact=False)
+    attend = attend_to(cache, positions_BS, int(end.max()))
     positions_N = positions_BS.flatten()
     predicted_NC = drafter(policy.embed(next_BS.flatten()), features_BSC.flatten(0, 1), positions_N, Ops(attend))
     batch.drafted_lengths[:B] = end

@@ -164,7 +164,7 @@ class DecoderLayer(nn.Module):
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, ops: Ops) -> Tensor:
         heads, kv_heads, D = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         qk, v = ops.linear(x, self.qkv.weight, self.qkv.bias).split([(heads + kv_heads) * D, kv_heads * D], -1)
-        qk, v = qk.unflatten(-1, (-1, D)), v.unflatten(-1, (-1, D))
+        qk, v = qk.view(*x.shape[:-1], -1, D), v.view(*x.shape[:-1], -1, D)
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat([self.q_norm(qk[..., :heads, :]), self.k_norm(qk[..., heads:, :])], -2)
         q, k = rotate(qk, cos, sin).split([heads, kv_heads], -2)
