@@ -78,7 +78,7 @@ class CachedAttention:
         H, q = q_BWHD.shape[2], q_BWHD.transpose(1, 2)
         if self.padding:
             q = F.pad(q, (0, 0, 0, self.padding))
-        grouped = H != keys.shape[1]
+        grouped = keys.shape[1] != H
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask, enable_gqa=grouped).transpose(1, 2)
         return (out[:, : self.W] if self.padding else out).flatten(0, 1)
 

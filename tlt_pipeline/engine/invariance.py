@@ -45,7 +45,7 @@ def decide_exactness(policy: Decoder, wanted: Literal["auto", "on", "off"], long
         return PLAIN, fallback
     for candidate in exact_layouts(dtype):
         layout = replace(candidate, lengths=usable_lengths(policy, candidate, longest))
-        if layout.lengths and is_batch_invariant(Forward(policy, layout)):
+        if is_batch_invariant(Forward(policy, layout)):
             return layout, "exact"
     if wanted == "on":
         raise ConfigError(
@@ -58,7 +58,7 @@ def decide_exactness(policy: Decoder, wanted: Literal["auto", "on", "off"], long
 @torch.inference_mode()
 def usable_lengths(policy: Decoder, layout: Layout, longest: int) -> tuple[int, ...]:
     """KV lengths at which attention gives the bits that it gives at the greatest one, where the keys beyond are
-    masked. Empty: not even two of them agree."""
+    masked."""
     config, weight = policy.config, policy.embed.weight
     greatest = round_up(longest, KV_SPLIT)
     generator = torch.Generator().manual_seed(0)
@@ -72,7 +72,7 @@ def usable_lengths(policy: Decoder, layout: Layout, longest: int) -> tuple[int, 
         )
     )
     step = round_up(greatest // MOST_LENGTHS + 1)
-    return tuple(L for L in range(step, greatest, step) if _agrees_at(L, q, k, v)) + (greatest,)
+    return (*(L for L in range(step, greatest, step) if _agrees_at(L, q, k, v)), greatest)
 
 
 def _agrees_at(L: int, q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -67,9 +67,9 @@ def perturbed_scores(engine: Engine, request: RolloutRequest, answer: list[int])
     """logits / T + noise of the token after `answer` [V], filters applied."""
     sequence = request.prompt.tolist() + answer
     weight = engine.policy.embed.weight
-    cache = KVCache(engine.policy.config, 1, len(sequence), weight.dtype, weight.device)
+    cache = KVCache(engine.policy.config, 1, engine.layout.padded_length(len(sequence)), weight.dtype, weight.device)
     features_1TC = prefill_features(engine.forward, cache, [sequence], 0)
-    last_PC = torch.nn.functional.pad(features_1TC[0, -1:], (0, 0, 0, engine.forward.linear.padded(1) - 1))
+    last_PC = torch.nn.functional.pad(features_1TC[0, -1:], (0, 0, 0, engine.layout.linear.padded(1) - 1))
     temperature = request.sampling.temperature
     scaled_1V = engine.forward.logits(last_PC)[:1].float() / (temperature or 1.0)
     if request.sampling.top_k or request.sampling.top_p < 1:
