@@ -6,11 +6,7 @@ Waits for: the scheduler's end. Unblocked by: a child's end, Ctrl-C, time.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -20,16 +16,16 @@ import structlog
 import typer
 from rich.console import Console
 
-from tlt_pipeline.blobs import hidden_states_root
 from tlt_pipeline.bus.probe import redact_url
 from tlt_pipeline.bus.server import RedisServer, find_or_start_redis
 from tlt_pipeline.config import ConfigError, RunConfig, load_config
 from tlt_pipeline.failures import EXIT_FAILED, EXIT_INTERRUPTED
 from tlt_pipeline.models.locate import locate_model
 from tlt_pipeline.processes import adopt_orphans
-from tlt_pipeline.rundir import RunDir, RunDirError, StorageError, storing
+from tlt_pipeline.rundir import RunDir, StorageError
 from tlt_pipeline.telemetry.logging import configure_logging
 from tlt_pipeline.telemetry.report import print_summary
+from tlt_services.leftovers import claim_shards, remove_shards, sole_launcher
 from tlt_services.preparation import default_root, is_prepared, make_run, note_redis, resume_run
 from tlt_services.progress import LiveTable, Progress, StepLines
 from tlt_services.status import StatusReader
@@ -54,7 +50,8 @@ def launch(config: Path | None, overrides: list[str], run_dir: Path | None, *, r
         _log.info("this run is finished", steps=settings.steps)
         return _conclude(run)
     adopt_orphans()
-    with _sole_launcher(run), Wakeup() as wakeup:
+    with sole_launcher(run), Wakeup() as wakeup:
+        claim_shards(settings, run)
         server = find_or_start_redis(settings.redis, run.redis)
         launcher = Launcher(settings, run, server, wakeup)
         try:
@@ -113,12 +110,9 @@ class Launcher:
         return self._stop()
 
     def close(self) -> None:
-        """No process of the run is left after this, nor its hidden states in memory: a stopped run doesn't hold
-        any, and one that is resumed makes new ones."""
+        """No process of the run is left after this, nor its hidden states in memory."""
         self._supervisor.kill()
-        shards = hidden_states_root(self._config.hidden_states, self._run)
-        if shards.is_dir() and not shards.is_relative_to(self._run.root):
-            shutil.rmtree(shards)
+        remove_shards(self._config, self._run)
         self._reader.close()
         if self._server.owned:
             self._run.redis_url.unlink(missing_ok=True)
@@ -177,21 +171,6 @@ class Launcher:
                 f"then tlt run --resume {self._run.root}",
                 EXIT_FAILED,
             )
-
-
-@contextlib.contextmanager
-def _sole_launcher(run: RunDir) -> Any:
-    """Holds the run directory. Raises RunDirError where another `tlt run` has it."""
-    with storing(run.root):
-        lock = os.open(run.root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunDirError(f"{run.root} is in use by another tlt run: stop that one first") from None
-        yield
-    finally:
-        os.close(lock)
 
 
 def _conclude(run: RunDir) -> int:
