@@ -126,10 +126,13 @@ class RolloutConfig(Section):
 class SpeculationConfig(Section):
     drafter: Literal["eagle", "off"] = "eagle"
     depth: Annotated[int, Field(ge=1, le=16)] = 4
-    max_batch: Positive = 16
+    """Tokens proposed a pass, at most."""
+    max_batch: Positive = 64
     """Speculate while at most so many answers are running."""
-    adaptive: bool = True
-    """Below that, speculate only where it is measured to commit more tokens a second; false: always."""
+    choice: Literal["goodput", "beg_mab", "fixed"] = "goodput"
+    """How deep, if at all: predicted from measured times and acceptance; by a bandit; always `depth`."""
+    epsilon: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Share of its steps in which the bandit tries another strategy."""
 
 
 class EngineConfig(Section):

@@ -148,12 +148,29 @@ class Learner:
             self.actor.log.info(str(stop), step=order.step)
 
     async def _await_completions(self, order: TrainStep) -> None:
-        def complete() -> bool:
-            return not self.gathering.missing(order)
+        """Until all are here, or nothing was left to be read for limits.worker_timeout_s: they were queued before their
+        order, so what is missing then couldn't be decoded, and is in `dead_letters`."""
+        nothing_left_since: float | None = None
+        patience_s = self.config.limits.worker_timeout_s
 
-        if not complete():
-            count = len(self.gathering.missing(order))
-            await self.actor.wait_for(f"{count} completions of step {order.step} (rollout workers)", complete)
+        async def settled() -> bool:
+            nonlocal nothing_left_since
+            if not self.gathering.missing(order):
+                return True
+            if await self.bus.depth(COMPLETIONS, GROUP):
+                nothing_left_since = None
+            elif nothing_left_since is None:
+                nothing_left_since = time.monotonic()
+            return nothing_left_since is not None and time.monotonic() - nothing_left_since > patience_s
+
+        count = len(self.gathering.missing(order))
+        if count:
+            await self.actor.wait_for(f"{count} completions of step {order.step} (rollout workers)", settled)
+        lost = self.gathering.missing(order)
+        if lost:
+            self.actor.metrics.count_skipped("completion_lost", len(lost))
+            remedy = "see why in dead_letters: do all services run the same version?"
+            self.actor.log.error("completions lost, training without them", lost=lost[:5], count=len(lost), hint=remedy)
 
     async def _train(self, delivery: Delivery, order: TrainStep) -> None:
         began = time.monotonic()

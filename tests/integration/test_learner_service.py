@@ -253,6 +253,18 @@ async def test_too_old_answers_are_refused_and_divergence_ends_the_run(tmp_path:
     assert (run_dir / "checkpoints" / "learner" / "v000001.safetensors").is_file()
 
 
+async def test_a_step_goes_on_without_completions_that_cannot_be_read(tmp_path: Path, redis_url: str) -> None:
+    run_dir, config = prepare(tmp_path, limits__worker_timeout_s=2.0)
+    completions = answers_of(0)
+    async with scheduler(run_dir, config, redis_url) as bus, learner(run_dir, redis_url) as process:
+        await send(bus, completions[2:])
+        await bus.append(m.LEARNER_COMMANDS, order_for(0, completions))
+        trained = await read_event(bus, m.StepTrained)
+        assert trained.trained == len(completions) - 2
+        lost = await process.until("completions lost, training without them")
+        assert lost["lost"] == [each.request_id for each in completions[:2]]
+
+
 async def test_missing_model_is_one_line(tmp_path: Path, redis_url: str) -> None:
     run_dir, config = prepare(tmp_path)
     dump_config(

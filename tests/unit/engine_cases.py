@@ -52,10 +52,10 @@ def engine(
     batch: int = 8,
     depth: int = 4,
     speculate_up_to: int = 8,
-    adaptive: bool = False,
+    choice: str = "fixed",
     exact: str = "on",
 ) -> Engine:
-    speculation = SpeculationConfig(depth=depth, max_batch=speculate_up_to, adaptive=adaptive)
+    speculation = SpeculationConfig(depth=depth, max_batch=speculate_up_to, choice=choice)  # type: ignore[arg-type]
     config = EngineConfig(max_batch=batch, max_context=200, exact=exact, speculation=speculation)  # type: ignore[arg-type]
     return Engine(model, 0, tokenizer(), config, feature_chunk=16)
 

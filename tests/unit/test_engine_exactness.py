@@ -73,11 +73,20 @@ def test_drafters_swapped_and_switched_off_in_mid_answer_change_nothing():
     assert max(map(len, versions)) > 2, "answers record every drafter version they used"
 
 
-def test_timing_decides_about_speculation_and_changes_nothing(monkeypatch):
+@pytest.mark.parametrize("choice", ["goodput", "beg_mab"])
+def test_timing_decides_about_speculation_and_changes_nothing(choice):
+    model = cases.policy()
+    engine = cases.engine(model, batch=4, choice=choice)
+    engine.set_drafter(cases.drafter(model), 1)
+    assert answers(decode_all(engine, REQUESTS)) == alone(model)
+
+
+def test_random_switching_changes_nothing(monkeypatch):
     model = cases.policy()
     choices = random.Random(4)
-    monkeypatch.setattr("tlt_pipeline.engine.gate.SpeculationGate.speculates", lambda *_: choices.random() < 0.5)
-    engine = cases.engine(model, batch=4, adaptive=True)
+    engine = cases.engine(model, batch=4, depth=5, choice="beg_mab")
+    strategies = engine.choice.strategies
+    monkeypatch.setattr(engine.choice, "choose", lambda *_: choices.choice(strategies))
     engine.set_drafter(cases.drafter(model), 1)
     assert answers(decode_all(engine, REQUESTS)) == alone(model)
 

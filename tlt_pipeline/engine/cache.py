@@ -1,7 +1,7 @@
 """The KV cache of one slot: a row a running answer, running rows always the first ones.
 
 Shapes: B = running rows, W = tokens a row in this pass, L = cache length, K = key/value heads, D = head size,
-H = query heads, S = steps.
+H = query heads, G = H / K, Q = queries of a row and key/value head, S = steps.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ class KVCache:
         self, config: DecoderConfig, rows: int, length: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         self.length = round_up(length)
+        self.group = config.num_heads // config.num_kv_heads
         shape = (config.num_layers, 2, rows, self.length, config.num_kv_heads, config.head_dim)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.slots = [(layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self.data]
@@ -42,8 +43,9 @@ class KVCache:
 class CachedAttention:
     """Attention of one pass: writes the new keys and values at their positions, then looks at everything up to them.
 
-    Where the layout wants one query a call, the W queries of a row are laid out as if they were heads that share keys
-    and values, which makes that one call.
+    The W tokens of a row and the G heads that share keys and values go together as Q = W * G queries: keys and values
+    are read once for all of them. Where the layout wants one query a call, they are laid out as if they were heads that
+    share keys and values, which makes that one call.
     """
 
     def __init__(
@@ -55,11 +57,12 @@ class CachedAttention:
         shape: tuple[int, int],
         layout: Layout = PLAIN,
     ) -> None:
-        """See `attend_to`. mask: [B, 1, W + padding, L]: 0 where a token may look, -inf elsewhere."""
+        """See `attend_to`. mask: 0 where a token may look, -inf elsewhere; [B, 1, Q + padding, L], [B, 1, W, L] where
+        one query goes a call."""
         self.cache, self.slots_N, self.mask, self.window = cache, slots_N, mask, window
         self.B, self.W = shape
         self.one_query = layout.queries == 1
-        self.padding = 0 if self.one_query else layout.padded_queries(self.W) - self.W
+        self.padding = _padding(layout, self.W * cache.group)
         self._heads_mask: Tensor | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -71,23 +74,26 @@ class CachedAttention:
         keys.index_copy_(0, self.slots_N, k)
         values.index_copy_(0, self.slots_N, v)
         look = self._one_by_one if self.one_query else self._together
-        out = look(q.view(self.B, self.W, *q.shape[1:]), *self.window[layer])
+        out = look(q, *self.window[layer])
         return out if count == padded else F.pad(out, (0, 0, 0, 0, 0, padded - count))
 
-    def _together(self, q_BWHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        H, q = q_BWHD.shape[2], q_BWHD.transpose(1, 2)
+    def _together(self, q_NHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        B, W, K, G = self.B, self.W, keys.shape[1], self.cache.group
+        H, D = q_NHD.shape[1:]
+        q_BKQD = q_NHD.view(B, W, K, G, D).transpose(1, 2).reshape(B, K, W * G, D)
         if self.padding:
-            q = F.pad(q, (0, 0, 0, self.padding))
-        grouped = keys.shape[1] != H
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=self.mask, enable_gqa=grouped).transpose(1, 2)
-        return (out[:, : self.W] if self.padding else out).flatten(0, 1)
+            q_BKQD = F.pad(q_BKQD, (0, 0, 0, self.padding))
+        out = F.scaled_dot_product_attention(q_BKQD, keys, values, attn_mask=self.mask)
+        if self.padding:
+            out = out[:, :, : W * G]
+        return out.unflatten(2, (W, G)).transpose(1, 2).reshape(B * W, H, D)
 
-    def _one_by_one(self, q_BWHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        B, W, H, D = q_BWHD.shape
+    def _one_by_one(self, q_NHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        B, W, (H, D) = self.B, self.W, q_NHD.shape[1:]
         if W == 1:
-            q, mask = q_BWHD.view(B, H, 1, D), self.mask
+            q, mask = q_NHD.view(B, H, 1, D), self.mask
         else:
-            q = q_BWHD.transpose(1, 2).reshape(B, H * W, 1, D)
+            q = q_NHD.view(B, W, H, D).transpose(1, 2).reshape(B, H * W, 1, D)
             mask = self._mask_for(H)
         grouped = q.shape[1] != keys.shape[1]
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=grouped)
@@ -113,10 +119,12 @@ def attend_to(
         return CachedAttention(cache, slots_BW.flatten(), None, cache.window(first_row, B, longest), (B, W))
     window = cache.window(first_row, B, min(layout.padded_length(longest), cache.length))
     mask_BWL = _causal_mask(positions_BW, window[0][0])
-    padding = 0 if layout.queries == 1 else layout.padded_queries(W) - W
-    if padding:
-        mask_BWL = F.pad(mask_BWL, (0, 0, 0, padding))
-    return CachedAttention(cache, slots_BW.flatten(), mask_BWL.unsqueeze(1), window, (B, W), layout)
+    if layout.queries == 1:
+        mask = mask_BWL.unsqueeze(1)
+    else:
+        mask_BQL = mask_BWL if cache.group == 1 else mask_BWL.repeat_interleave(cache.group, 1)
+        mask = F.pad(mask_BQL, (0, 0, 0, _padding(layout, W * cache.group))).unsqueeze(1)
+    return CachedAttention(cache, slots_BW.flatten(), mask, window, (B, W), layout)
 
 
 def attend_in_steps(cache: KVCache, positions_BS: Tensor, longest: int) -> list[CachedAttention]:
@@ -124,8 +132,12 @@ def attend_in_steps(cache: KVCache, positions_BS: Tensor, longest: int) -> list[
     B, S = positions_BS.shape
     slots_SB = _slots(cache, positions_BS, 0).t().contiguous()
     window = cache.window(0, B, min(round_up(longest), cache.length))
-    masks_SB11L = _causal_mask(positions_BS.t(), window[0][0])[:, :, None, None]
-    return [CachedAttention(cache, slots_SB[step], masks_SB11L[step], window, (B, 1)) for step in range(S)]
+    masks_SB1QL = _causal_mask(positions_BS.t(), window[0][0])[:, :, None, None].expand(-1, -1, -1, cache.group, -1)
+    return [CachedAttention(cache, slots_SB[step], masks_SB1QL[step], window, (B, 1)) for step in range(S)]
+
+
+def _padding(layout: Layout, queries: int) -> int:
+    return 0 if layout.queries == 1 else layout.padded_queries(queries) - queries
 
 
 def _slots(cache: KVCache, positions_BW: Tensor, first_row: int) -> Tensor:

@@ -14,18 +14,20 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_pipeline.config import EngineConfig
 from tlt_pipeline.engine.batch import Batch, Running
+from tlt_pipeline.engine.choice import make_policy
 from tlt_pipeline.engine.forward import Forward, prefill_features
-from tlt_pipeline.engine.gate import SpeculationGate
 from tlt_pipeline.engine.invariance import decide_exactness
 from tlt_pipeline.engine.layout import Layout
 from tlt_pipeline.engine.noise import gumbel_noise, noise_keys, token_hashes
 from tlt_pipeline.engine.sampling import Draw, draw
 from tlt_pipeline.engine.speculation import propose_chain
 from tlt_pipeline.engine.stopping import find_end
+from tlt_pipeline.engine.strategies import OFF, StepFacts, Strategy
 from tlt_pipeline.messages import Claim, DraftStats, FinishReason, RolloutRequest
 from tlt_pipeline.models.decoder import Decoder
 from tlt_pipeline.models.drafter import EagleDrafter
@@ -76,7 +78,7 @@ class Engine:
         self.waiting: deque[RolloutRequest] = deque()
         self.pieces: list[FeaturePiece] = []
         self.tokens_committed = 0
-        self.gate = SpeculationGate(config.speculation.max_batch)
+        self.choice = make_policy(config.speculation)
         self.set_policy(policy, version)
 
     def _decide_exactness(self, policy: Decoder) -> tuple[Layout, Claim]:
@@ -105,7 +107,7 @@ class Engine:
         """Between any two steps, in mid-answer too: it can't change the tokens."""
         self.drafter = None if drafter is None else drafter.requires_grad_(False)
         self.drafter_version = version
-        self.gate.forget()
+        self.choice.new_drafter()
 
     def submit(self, request: RolloutRequest) -> None:
         """Raises ValueError for a request that can't be served: other policy version, or longer than the context."""
@@ -136,13 +138,27 @@ class Engine:
         if not len(batch):
             return []
         began, before = time.perf_counter(), self.tokens_committed
-        depth = self.depth if self.drafter is not None and self._speculates(len(batch)) else 0
-        noise_BWV = self._noise(batch, depth + 1)
-        proposals_BD = self._draft(batch, noise_BWV, depth) if depth else None
+        strategy, counts = self._choose(batch)
+        B, context = len(batch), int(batch.lengths[: len(batch)].max())
+        noise_BWV = self._noise(batch, strategy.depth + 1)
+        proposals_BD = self._draft(batch, noise_BWV, strategy.depth) if strategy.depth else None
         drawn = self._verify(batch, proposals_BD, noise_BWV)
-        finished = self._commit(batch, proposals_BD, drawn)
-        self.gate.measured(self.tokens_committed - before, time.perf_counter() - began)
+        accepted_B = _count_accepted(drawn.tokens_N.view(B, -1), proposals_BD)
+        finished = self._commit(batch, proposals_BD, drawn, accepted_B)
+        by_position = tuple(int((accepted_B > position).sum()) for position in range(strategy.depth))
+        committed, seconds = self.tokens_committed - before, time.perf_counter() - began
+        self.choice.measured(StepFacts(strategy, B, context, committed, seconds, by_position, counts))
         return finished
+
+    def _choose(self, batch: Batch) -> tuple[Strategy, bool]:
+        """The step's strategy, and whether its time says something of it: not if the drafter has to catch up first."""
+        if self.drafter is None:
+            return OFF, True
+        lengths_B = batch.lengths[: len(batch)]
+        room = max(running.remaining for running in batch.running)
+        strategy = self.choice.choose(len(batch), int(lengths_B.max()), room)
+        behind = int((lengths_B - batch.drafted_lengths[: len(batch)]).max())
+        return strategy, not strategy.depth or behind <= self.depth + 1
 
     def _schedule(self) -> Batch:
         if self.batch is None:
@@ -177,11 +193,6 @@ class Engine:
         width = features_BWC.shape[1]
         batch.features_RLC[first : first + len(read), :width] = features_BWC
 
-    def _speculates(self, running: int) -> bool:
-        if not self.config.speculation.adaptive:
-            return running <= self.config.speculation.max_batch
-        return self.gate.speculates(running)
-
     def _noise(self, batch: Batch, width: int) -> Tensor:
         """[B, W, V]: the noise at the W positions after each row's last committed token."""
         B = len(batch)
@@ -207,15 +218,14 @@ class Engine:
         logits_NV = self.forward.logits(hidden_PC)[: B * W]
         return draw(logits_NV, noise_BWV.flatten(0, 1), batch.sampling(W))
 
-    def _commit(self, batch: Batch, proposals_BD: Tensor | None, drawn: Draw) -> list[Finished]:
-        """Keeps the longest prefix of proposals that equal the draws, plus the draw after it."""
+    def _commit(
+        self, batch: Batch, proposals_BD: Tensor | None, drawn: Draw, accepted_B: NDArray[np.int64]
+    ) -> list[Finished]:
+        """Keeps the accepted proposals of each row, plus the draw after them."""
         B = len(batch)
         tokens_BW = drawn.tokens_N.view(B, -1)
         W = tokens_BW.shape[1]
-        accepted = [0] * B
-        if proposals_BD is not None:
-            matches_BD = tokens_BW[:, : W - 1] == proposals_BD
-            accepted = matches_BD.long().cumprod(1).sum(1).tolist()
+        accepted = accepted_B.tolist()
         starts_B = torch.from_numpy(batch.lengths[:B] + 1).to(batch.device)
         batch.tokens_RL[:B].scatter_(1, starts_B.unsqueeze(1) + torch.arange(W, device=batch.device), tokens_BW)
         columns = (
@@ -304,6 +314,14 @@ class Engine:
             stats,
             running.started_at,
         )
+
+
+def _count_accepted(tokens_BW: Tensor, proposals_BD: Tensor | None) -> NDArray[np.int64]:
+    """[B]: the length of the longest prefix of proposals that equal the draws."""
+    if proposals_BD is None:
+        return np.zeros(len(tokens_BW), np.int64)
+    matches_BD = tokens_BW[:, :-1] == proposals_BD
+    return matches_BD.long().cumprod(1).sum(1).cpu().numpy()
 
 
 def decode_all(engine: Engine, requests: list[RolloutRequest]) -> list[Finished]:

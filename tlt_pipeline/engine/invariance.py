@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tlt_pipeline.config import ConfigError
 from tlt_pipeline.engine.cache import KVCache
-from tlt_pipeline.engine.forward import Forward
+from tlt_pipeline.engine.forward import PREFILL_WIDTH, Forward
 from tlt_pipeline.engine.layout import LENGTH_BLOCK, PLAIN, Layout, exact_layouts, round_up
 from tlt_pipeline.messages import Claim
 from tlt_pipeline.models.decoder import Decoder
@@ -59,38 +59,54 @@ def decide_exactness(policy: Decoder, wanted: Literal["auto", "on", "off"], long
 def usable_lengths(policy: Decoder, layout: Layout, longest: int) -> tuple[int, ...]:
     """KV lengths at which attention gives the bits that it gives at the greatest one, where the keys beyond are
     masked."""
-    config, weight = policy.config, policy.embed.weight
     greatest = round_up(longest, KV_SPLIT)
-    generator = torch.Generator().manual_seed(0)
-    queries = max(layout.queries, 1)
-    q, k, v = (
-        torch.randn((1, heads, length, config.head_dim), generator=generator).to(weight.device, weight.dtype)
-        for heads, length in (
-            (config.num_heads, queries),
-            (config.num_kv_heads, greatest),
-            (config.num_kv_heads, greatest),
-        )
-    )
+    q, k, v = _random_heads(policy, max(layout.queries, 1), greatest)
     step = round_up(greatest // MOST_LENGTHS + 1)
-    return (*(L for L in range(step, greatest, step) if _agrees_at(L, q, k, v)), greatest)
+
+    def agree(L: int) -> bool:
+        uses = (L, L - LENGTH_BLOCK // 2, L // 2, 1)
+        return all(torch.equal(_attend(q, k, v, L, used), _attend(q, k, v, greatest, used)) for used in uses)
+
+    return (*(L for L in range(step, greatest, step) if agree(L)), greatest)
 
 
-def _agrees_at(L: int, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    def attend(length: int, used: int) -> Tensor:
-        mask_QL = q.new_zeros((q.shape[2], length))
-        mask_QL[:, used:] = float("-inf")
-        keys, values = k[:, :, :length], v[:, :, :length]
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask_QL, enable_gqa=grouped)
+def _queries_are_independent(policy: Decoder, layout: Layout) -> bool:
+    """A query's result among few and among as many as a prompt's pass has."""
+    config = policy.config
+    most = layout.padded_queries(PREFILL_WIDTH * config.num_heads // config.num_kv_heads)
+    q, k, v = _random_heads(policy, most, KV_SPLIT)
+    expected = _attend(q, k, v, KV_SPLIT, KV_SPLIT)
+    counts = {layout.padded_queries(count) for count in (1, 2, 5, 9, 17, 40, 66, 130, 200)}
+    return all(
+        torch.equal(_attend(q[:, :, :count], k, v, KV_SPLIT, KV_SPLIT), expected[:, :, :count])
+        for count in counts
+        if count <= most
+    )
 
-    greatest = k.shape[2]
-    return all(torch.equal(attend(L, used), attend(greatest, used)) for used in (L, L - LENGTH_BLOCK // 2, L // 2, 1))
+
+def _random_heads(policy: Decoder, queries: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q [1, K, Q, D], k and v [1, K, L, D]."""
+    config, weight = policy.config, policy.embed.weight
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, config.num_kv_heads, size, config.head_dim) for size in (queries, length, length)]
+    q, k, v = (torch.randn(shape, generator=generator).to(weight.device, weight.dtype) for shape in shapes)
+    return q, k, v
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, length: int, used: int) -> Tensor:
+    """Attention that sees `length` keys, those from `used` on masked."""
+    mask_QL = q.new_zeros((q.shape[2], length))
+    mask_QL[:, used:] = float("-inf")
+    return F.scaled_dot_product_attention(q, k[:, :, :length], v[:, :, :length], attn_mask=mask_QL)
 
 
 @torch.inference_mode()
-def is_batch_invariant(forward: Forward, length: int = 136) -> bool:
+def is_batch_invariant(forward: Forward, length: int = 48) -> bool:
     """Tries the products, then compares reading `length` random tokens in one row, a token a pass, with reading them
     among other rows, several a pass."""
+    layout = forward.layout
+    if layout.queries > 1 and not _queries_are_independent(forward.policy, layout):
+        return False
     if not _products_are_invariant(forward):
         return False
     config, device = forward.policy.config, forward.policy.embed.weight.device

