@@ -32,6 +32,7 @@ from tlt_pipeline.models.tokenizer import Tokenizer, load_tokenizer
 from tlt_pipeline.processes import usable_cores
 from tlt_pipeline.weights import WeightStore
 from tlt_services.loading import Loading, build_engine
+from tlt_services.observing import StrategyMetrics, describe
 from tlt_services.settling import Settling
 
 GROUP = "rollout"
@@ -65,6 +66,7 @@ class RolloutWorker:
         self.engine = EngineLoop(engine, self._on_output)
         self.settling = Settling(actor, tokenizer, engine.claim)
         self.loading = Loading(actor, store, self.engine, idle=lambda: not (self.settling.held or self.lease))
+        self.strategies = StrategyMetrics(actor.metrics)
         self.lease = 0
         self.finished = False
         self.changed = asyncio.Event()
@@ -92,6 +94,9 @@ class RolloutWorker:
     async def close(self) -> None:
         await self.engine.close()
         await self.settling.close()
+        account = self.engine.engine.account
+        self.strategies.update(account)
+        self.actor.log.info("strategies", **describe(account))
 
     # --- leases and requests ---
 
@@ -194,6 +199,7 @@ class RolloutWorker:
         committed, drafts, accepted, moment = 0, 0, 0, time.monotonic()
         while True:
             await asyncio.sleep(1.0)
+            self.strategies.update(self.engine.engine.account)
             now, total = time.monotonic(), self.engine.engine.tokens_committed
             new_drafts, new_accepted = self.settling.drafts - drafts, self.settling.accepted - accepted
             self.actor.gauges["tokens_per_s"] = (total - committed) / (now - moment)

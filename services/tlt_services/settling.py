@@ -14,8 +14,8 @@ from tlt_pipeline.actor import Actor
 from tlt_pipeline.blobs import open_hidden_states
 from tlt_pipeline.bus.streams import Delivery
 from tlt_pipeline.drafter.streaming import ShardStream
-from tlt_pipeline.engine.engine import FeaturePiece, Finished
 from tlt_pipeline.engine.loop import Output
+from tlt_pipeline.engine.results import FeaturePiece, Finished
 from tlt_pipeline.messages import COMPLETIONS, HIDDEN_STATES, Array, Claim, Completion, HiddenShard, RolloutRequest
 from tlt_pipeline.models.tokenizer import Tokenizer
 from tlt_pipeline.rundir import RunDir
@@ -81,12 +81,22 @@ class Settling:
         if verdict.error:
             self.actor.metrics.count_skipped("verifier_failed")
             self.actor.log.warning("no verdict", request=request.request_id, reason=verdict.error)
-        self.drafts += finished.draft.drafts
-        self.accepted += finished.draft.accepted
+        self._count(finished)
         completion = self._completion(finished, verdict.reward, verdict.error, delivery.attempt)
         if not await self.bus.complete(delivery, COMPLETIONS, completion):
             self.actor.metrics.count_skipped("settled_by_another")
         self.held.pop(request.request_id, None)
+
+    def _count(self, finished: Finished) -> None:
+        draft, metrics = finished.draft, self.actor.metrics
+        self.drafts += draft.drafts
+        self.accepted += draft.accepted
+        metrics.requests.inc()
+        metrics.prompt_tokens.inc(finished.request.prompt.length)
+        metrics.generation_tokens.inc(len(finished.tokens))
+        metrics.drafts.inc(draft.drafts)
+        metrics.draft_tokens.inc(draft.drafted)
+        metrics.accepted_tokens.inc(draft.accepted)
 
     async def _refuse(self, request: RolloutRequest, reason: str) -> None:
         delivery = self.held.pop(request.request_id)

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from tlt_pipeline.config import ConfigError
-from tlt_pipeline.engine.engine import Finished, decode_all
+from tlt_pipeline.engine.engine import decode_all
 from tlt_pipeline.engine.forward import Forward
 from tlt_pipeline.engine.invariance import decide_exactness, is_batch_invariant
 from tlt_pipeline.engine.layout import PLAIN, Layout, exact_layouts
+from tlt_pipeline.engine.results import Finished
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 REQUESTS = [cases.request(number) for number in range(9)]

@@ -15,7 +15,7 @@ import torch
 from tlt_pipeline.blobs import BlobStore
 from tlt_pipeline.config import HiddenStatesConfig
 from tlt_pipeline.drafter.shards import Document, write_shard
-from tlt_pipeline.engine.engine import FeaturePiece
+from tlt_pipeline.engine.results import FeaturePiece
 from tlt_pipeline.messages import HiddenShard
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,12 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_pipeline.config import EngineConfig
+from tlt_pipeline.engine.accounts import Reason, StrategyAccount
 from tlt_pipeline.engine.batch import Batch, Running
 from tlt_pipeline.engine.choice import make_policy
 from tlt_pipeline.engine.forward import Forward, prefill_features
 from tlt_pipeline.engine.invariance import decide_exactness
 from tlt_pipeline.engine.layout import Layout
 from tlt_pipeline.engine.noise import gumbel_noise, noise_keys, token_hashes
+from tlt_pipeline.engine.results import FeaturePiece, Finished
 from tlt_pipeline.engine.sampling import Draw, draw
 from tlt_pipeline.engine.speculation import propose_chain
 from tlt_pipeline.engine.stopping import find_end
@@ -32,31 +33,6 @@ from tlt_pipeline.messages import Claim, DraftStats, FinishReason, RolloutReques
 from tlt_pipeline.models.decoder import Decoder
 from tlt_pipeline.models.drafter import EagleDrafter
 from tlt_pipeline.models.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A finished answer. tokens, logprobs, policy_logprobs: [answer tokens], as in messages.Completion."""
-
-    request: RolloutRequest
-    tokens: list[int]
-    logprobs: list[float]
-    policy_logprobs: list[float]
-    reason: FinishReason
-    draft: DraftStats
-    started_at: float
-
-
-@dataclass(frozen=True)
-class FeaturePiece:
-    """A contiguous piece of one answer for drafter training: tokens and features at positions start ..,
-    `answer_from`: the first position in the piece that belongs to the answer."""
-
-    request: RolloutRequest
-    start: int
-    tokens_T: Tensor
-    features_TC: Tensor
-    answer_from: int
 
 
 class Engine:
@@ -79,6 +55,7 @@ class Engine:
         self.pieces: list[FeaturePiece] = []
         self.tokens_committed = 0
         self.choice = make_policy(config.speculation)
+        self.account = StrategyAccount()
         self.set_policy(policy, version)
 
     def _decide_exactness(self, policy: Decoder) -> tuple[Layout, Claim]:
@@ -147,7 +124,9 @@ class Engine:
         finished = self._commit(batch, proposals_BD, drawn, accepted_B)
         by_position = tuple(int((accepted_B > position).sum()) for position in range(strategy.depth))
         committed, seconds = self.tokens_committed - before, time.perf_counter() - began
-        self.choice.measured(StepFacts(strategy, B, context, committed, seconds, by_position, counts))
+        facts = StepFacts(strategy, B, context, committed, seconds, by_position, counts)
+        self.choice.measured(facts)
+        self.account.add(facts, None if strategy.depth else self._reason())
         return finished
 
     def _choose(self, batch: Batch) -> tuple[Strategy, bool]:
@@ -159,6 +138,11 @@ class Engine:
         strategy = self.choice.choose(len(batch), int(lengths_B.max()), room)
         behind = int((lengths_B - batch.drafted_lengths[: len(batch)]).max())
         return strategy, not strategy.depth or behind <= self.depth + 1
+
+    def _reason(self) -> Reason:
+        if self.config.speculation.drafter == "off":
+            return "switched_off"
+        return "no_drafter" if self.drafter is None else "not_chosen"
 
     def _schedule(self) -> Batch:
         if self.batch is None:

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tlt_pipeline.engine.engine import Engine, FeaturePiece, Finished
+from tlt_pipeline.engine.engine import Engine
+from tlt_pipeline.engine.results import FeaturePiece, Finished
 from tlt_pipeline.messages import RolloutRequest
 from tlt_pipeline.models.decoder import Decoder
 from tlt_pipeline.models.drafter import EagleDrafter

@@ -29,7 +29,14 @@ _COUNTERS = {
     "accepted_tokens": ("tlt:spec_decode_num_accepted_tokens", "Proposed tokens accepted."),
     "trained_tokens": ("tlt:trained_tokens", "Tokens trained on, by learner or drafter trainer."),
     "published": ("tlt:weights_published", "Weight versions published."),
+    "switches": ("tlt:strategy_switches", "Decode steps with another strategy than the one before."),
 }
+_BY_STRATEGY = {
+    "steps": ("tlt:strategy_steps", "Decode steps."),
+    "tokens": ("tlt:strategy_tokens", "Tokens committed."),
+    "seconds": ("tlt:strategy_seconds", "Seconds spent."),
+}
+"""Labels: strategy, and batch: running answers, rounded up to a power of two."""
 
 
 class Metrics:
@@ -44,6 +51,7 @@ class Metrics:
     accepted_tokens: Counter
     trained_tokens: Counter
     published: Counter
+    switches: Counter
 
     def __init__(self, role: str, slot: int | None) -> None:
         self.registry = CollectorRegistry()
@@ -51,11 +59,32 @@ class Metrics:
         self._gauges: dict[str, Gauge] = {}
         for attribute, (name, text) in _COUNTERS.items():
             setattr(self, attribute, self._counter(name, text))
-        self._skipped = Counter("tlt:skipped", "Work left undone.", [*self._labels, "reason"], registry=self.registry)
+        self._skipped = self._labelled("tlt:skipped", "Work left undone.", "reason")
+        self._not_speculated = self._labelled("tlt:not_speculated", "Decode steps without a proposal.", "reason")
+        self._accepted = self._labelled(
+            "tlt:spec_decode_num_accepted_tokens_per_pos", "Proposed tokens accepted.", "strategy", "position"
+        )
+        self._by_strategy = {
+            key: self._labelled(name, text, "strategy", "batch") for key, (name, text) in _BY_STRATEGY.items()
+        }
         self._server: tuple[Any, threading.Thread] | None = None
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, list(self._labels), registry=self.registry).labels(**self._labels)
+
+    def _labelled(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, [*self._labels, *labels], registry=self.registry)
+
+    def count_steps(self, strategy: str, batch: int, **amounts: float) -> None:
+        """Adds `steps`, `tokens` and `seconds` that a strategy took at a batch size."""
+        for key, amount in amounts.items():
+            self._by_strategy[key].labels(**self._labels, strategy=strategy, batch=str(batch)).inc(amount)
+
+    def count_accepted(self, strategy: str, position: int, amount: int) -> None:
+        self._accepted.labels(**self._labels, strategy=strategy, position=str(position)).inc(amount)
+
+    def count_not_speculated(self, reason: str, amount: int) -> None:
+        self._not_speculated.labels(**self._labels, reason=reason).inc(amount)
 
     def set(self, name: str, value: float) -> None:
         if name not in self._gauges:
