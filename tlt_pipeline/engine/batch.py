@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tlt_pipeline.engine.cache import KVCache
+from tlt_pipeline.engine.cache import KVCache, lazy_zeros
 from tlt_pipeline.engine.sampling import RowSampling
 from tlt_pipeline.messages import RolloutRequest
 from tlt_pipeline.models.decoder import DecoderConfig
@@ -55,7 +55,7 @@ class Batch:
         self.drafted_lengths = np.zeros(rows, np.int64)
         """Positions that the drafter's cache holds, a row."""
         self.tokens_RL = torch.zeros((rows, L), dtype=torch.int64, device=device)
-        self.features_RLC = torch.zeros((rows, L, config.hidden_size), dtype=dtype, device=device)
+        self.features_RLC = lazy_zeros((rows, L, config.hidden_size), dtype, device)
         self.drafter_cache: KVCache | None = None
         self.device, self.dtype = device, dtype
         self._sampling: dict[int, RowSampling] = {}

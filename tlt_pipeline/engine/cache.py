@@ -6,12 +6,28 @@ H = query heads, G = H / K, Q = queries of a row and key/value head, S = steps.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_pipeline.engine.layout import PLAIN, Layout, round_up
 from tlt_pipeline.models.decoder import DecoderConfig
+
+ALIGNMENT = 64
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros whose memory is taken when it is first written, on a CPU: a lease begins with a new cache, of which it uses
+    a part (measured: 200 MB at once take 0.1 s). Aligned like PyTorch's own, since kernels may round by alignment."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(size + ALIGNMENT, np.uint8))
+    start = -raw.data_ptr() % ALIGNMENT
+    return raw[start : start + size].view(dtype).view(shape)
 
 
 class KVCache:
@@ -21,7 +37,7 @@ class KVCache:
         self.length = round_up(length)
         self.group = config.num_heads // config.num_kv_heads
         shape = (config.num_layers, 2, rows, self.length, config.num_kv_heads, config.head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.data = lazy_zeros(shape, dtype, device)
         self.slots = [(layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self.data]
         """Keys and values of each layer as [rows * L, K, D], to write into."""
         self._window: tuple[tuple[int, int, int], list[tuple[Tensor, Tensor]]] | None = None
