@@ -7,6 +7,7 @@ unknown key is an error that names the nearest valid one.
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 
@@ -19,6 +20,8 @@ from pydantic.fields import FieldInfo
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+LAST_PORT = 65535
 
 
 class ConfigError(ValueError):
@@ -26,7 +29,7 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -120,7 +123,7 @@ class RolloutConfig(Section):
     temperature: Annotated[float, Field(ge=0)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
 
 
 class SpeculationConfig(Section):
@@ -157,7 +160,7 @@ class LearnerConfig(Section):
     """The learner uses the slots' devices: they are recalled before it starts."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     epochs: Positive = 1
@@ -211,7 +214,7 @@ class DrafterConfig(Section):
 
 
 class SlotsConfig(Section):
-    count: Positive = 2
+    count: Annotated[int, Field(ge=1, le=1024)] = 2
     preempt_deadline_s: Seconds = 1.0
 
 
@@ -238,7 +241,7 @@ class LimitsConfig(Section):
 
 class TelemetryConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    metrics_port: Annotated[int, Field(ge=0, le=LAST_PORT)] = 0
     """Prometheus: first port, one a process; 0: off."""
     metrics_host: str = "127.0.0.1"
     tensorboard: bool = True
@@ -263,7 +266,7 @@ class SFTConfig(Section):
     min_lr_share: Share = 0.1
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     threads: Annotated[int, Field(ge=0)] = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -303,6 +306,9 @@ class RunConfig(Section):
                 f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) must leave room for the prompt in "
                 f"engine.max_context ({self.engine.max_context}): raise engine.max_context"
             )
+        last = self.telemetry.metrics_port + 3 + 2 * self.slots.count
+        if self.telemetry.metrics_port and last > LAST_PORT:
+            raise ValueError(f"telemetry.metrics_port needs ports up to {last} for {self.slots.count} slots: lower it")
         per_step = self.rollout.prompts_per_step * self.rollout.group_size
         ahead = per_step * (self.max_staleness + 1) + self.task.held_out
         if ahead > self.limits.queue_length:
@@ -349,7 +355,20 @@ def validate_config(content: dict[str, Any], origin: str = "config") -> RunConfi
 
 def dump_config(config: RunConfig, path: str | Path) -> None:
     """Writes the resolved config as YAML that `load_config` reads back to an equal one."""
-    Path(path).write_text(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))))
+    Path(path).write_text(OmegaConf.to_yaml(OmegaConf.create(_escape(config.model_dump(mode="json")))))
+
+
+def _escape(content: Any) -> Any:
+    """Text that would be an interpolation when it is read back stays what it is."""
+    match content:
+        case dict():
+            return {key: _escape(value) for key, value in cast(dict[str, Any], content).items()}
+        case list():
+            return [_escape(value) for value in cast(list[Any], content)]
+        case str() if "${" in content:
+            return re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + "\\${", content)
+        case _:
+            return content
 
 
 def _one_line(error: BaseException) -> str:
@@ -370,6 +389,8 @@ def _explain(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"{where!r} is required"
     message = first["msg"].removeprefix("Value error, ")
+    if first["input"] is None:
+        message += ", and it is empty: give a value or leave the key out"
     return f"{where}: {message}" if where else message
 
 

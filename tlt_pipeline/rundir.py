@@ -107,7 +107,7 @@ def prepare_run_dir(path: str | Path, name: str, *, fresh: bool = False) -> RunD
     try:
         for folder in _FOLDERS:
             (run.root / folder).mkdir(parents=True, exist_ok=True)
-        _write_once(run.run_id_file, f"{_slug(name)}-{secrets.token_hex(4)}\n")
+        _write_once(run.run_id_file, f"{slug(name)}-{secrets.token_hex(4)}\n")
     except (FileExistsError, NotADirectoryError) as error:
         raise RunDirError(f"{error.filename} is a file: name another --run-dir") from error
     except OSError as error:
@@ -165,7 +165,7 @@ def explain_storage(path: Path, error: OSError) -> StorageError:
     return StorageError(f"{path}: {error.strerror or error}: see to the disk, then go on with --resume")
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
     """The name as it may stand in a Redis key and a file name."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:64] or "run"
 

@@ -13,7 +13,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from tlt_pipeline.blobs import hidden_states_root
-from tlt_pipeline.config import RunConfig
+from tlt_pipeline.config import ConfigError, RunConfig
 from tlt_pipeline.rundir import RunDir, RunDirError, storing
 
 _SUFFIX = ".run"
@@ -35,12 +35,16 @@ def sole_launcher(run: RunDir) -> Generator[None]:
 
 
 def claim_shards(config: RunConfig, run: RunDir) -> None:
-    """Removes what killed launchers left beside this run's shards, and says whose these are."""
+    """Removes what killed launchers left beside this run's shards, makes their folder and says whose it is. Raises
+    ConfigError: it can't be made."""
     shards = hidden_states_root(config.hidden_states, run)
     if shards.is_relative_to(run.root):
         return
+    try:
+        shards.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"hidden states can't go to {shards} ({error.strerror}): set hidden_states.root") from error
     with storing(shards):
-        shards.parent.mkdir(parents=True, exist_ok=True)
         for link in shards.parent.glob(f"*{_SUFFIX}"):
             if link.is_symlink() and not _is_alive(link.readlink()):
                 _remove(link)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_pipeline.config import ConfigError, RunConfig, dump_config, load_config
-from tlt_pipeline.rundir import RunDir, RunDirError, prepare_run_dir, storing
+from tlt_pipeline.rundir import RunDir, RunDirError, prepare_run_dir, slug, storing
 
 _FIXED = ("seed", "policy", "task", "rollout", "engine.device", "engine.dtype", "engine.exact")
 """What a run is: changed, it would be another one, and its recorded answers no longer replayed."""
@@ -65,7 +65,7 @@ def default_root(config: RunConfig) -> Path:
     """`run_dir` of the config, else runs/<name>-<date>-<time>."""
     if config.run_dir is not None:
         return Path(config.run_dir)
-    return Path("runs") / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Path("runs") / f"{slug(config.name)}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def save_config(config: RunConfig, run: RunDir) -> None:

@@ -19,9 +19,11 @@ from tlt_pipeline.bus.journal import read_journal
 from tlt_pipeline.config import ConfigError, RunConfig, load_config
 from tlt_pipeline.engine.engine import Engine
 from tlt_pipeline.engine.replay import Recorded, replay
+from tlt_pipeline.messages import WeightsPublished
 from tlt_pipeline.models.dtypes import choose_device, choose_dtype
 from tlt_pipeline.models.tokenizer import load_tokenizer
 from tlt_pipeline.rundir import RunDir
+from tlt_pipeline.telemetry.logging import configure_logging
 from tlt_pipeline.weights import WeightsMissing, WeightStore
 
 DEFAULT_SAMPLE = 32
@@ -29,6 +31,7 @@ DEFAULT_SAMPLE = 32
 
 def main(run_dir: Path, *, request: str | None, all: bool, sample: int | None, drafter: str, json: bool) -> int:
     """0: every answer came out the same; 1: some didn't. Raises ConfigError for what isn't in the run."""
+    configure_logging()
     run = RunDir(run_dir)
     config = load_config(run.config)
     torch.set_num_threads(config.engine.threads or max((os.cpu_count() or 1) // config.slots.count, 1))
@@ -38,10 +41,11 @@ def main(run_dir: Path, *, request: str | None, all: bool, sample: int | None, d
         by_version[record.request.policy_version].append(record)
     report: dict[str, Any] = {"requests": 0, "identical": 0, "diverged": [], "skipped": 0, "claim": None}
     store = WeightStore.of_run(run.root, config)
+    published = _find_drafter(store, drafter)
     engine: Engine | None = None
     for version, records in sorted(by_version.items()):
         try:
-            engine = _load_version(store, config, version, drafter, engine)
+            engine = _load_version(store, config, version, published, engine)
         except WeightsMissing as error:
             typer.echo(f"{len(records)} requests skipped: {error}", err=True)
             report["skipped"] += len(records)
@@ -87,7 +91,23 @@ def _replay_version(engine: Engine, records: list[Recorded], report: dict[str, A
     report["diverged"] += [divergence.as_dict() for divergence in diverged]
 
 
-def _load_version(store: WeightStore, config: RunConfig, version: int, drafter: str, engine: Engine | None) -> Engine:
+def _find_drafter(store: WeightStore, wanted: str) -> WeightsPublished | None:
+    """`wanted`: none, latest or a version. Raises ConfigError: there is no such one."""
+    if wanted == "none":
+        return None
+    kept = store.versions("drafter")
+    if not kept:
+        raise ConfigError("the run has no drafter version: give --drafter none")
+    if wanted != "latest" and int(wanted) not in kept:
+        raise ConfigError(
+            f"--drafter {wanted}: the run keeps versions {kept[0]} to {kept[-1]}; give one, latest or none"
+        )
+    return store.latest("drafter") if wanted == "latest" else store.find("drafter", int(wanted))
+
+
+def _load_version(
+    store: WeightStore, config: RunConfig, version: int, drafter: WeightsPublished | None, engine: Engine | None
+) -> Engine:
     """One engine for all versions: what it may claim is checked once. Raises WeightsMissing."""
     device = choose_device(config.engine.device)
     dtype = choose_dtype(config.engine.dtype, device)
@@ -96,12 +116,8 @@ def _load_version(store: WeightStore, config: RunConfig, version: int, drafter: 
         engine.set_policy(policy, version)
         return engine
     engine = Engine(policy, version, load_tokenizer(store.folder("policy", version)), config.engine)
-    if drafter != "none":
-        published = store.latest("drafter") if drafter == "latest" else store.find("drafter", int(drafter))
-        if published is None:
-            raise ConfigError("the run has no drafter version: give --drafter none")
-        loaded = store.load_drafter(published, policy.config, dtype=dtype, device=device)
-        engine.set_drafter(loaded, published.version)
+    if drafter is not None:
+        engine.set_drafter(store.load_drafter(drafter, policy.config, dtype=dtype, device=device), drafter.version)
     return engine
 
 

@@ -30,7 +30,7 @@ from tlt_pipeline.messages import (
 )
 from tlt_pipeline.models.tokenizer import Tokenizer, load_tokenizer
 from tlt_pipeline.processes import usable_cores
-from tlt_pipeline.weights import WeightStore
+from tlt_pipeline.weights import WeightsMissing, WeightStore
 from tlt_services.loading import Loading, build_engine
 from tlt_services.observing import StrategyMetrics, describe
 from tlt_services.settling import Settling
@@ -93,7 +93,7 @@ class RolloutWorker:
 
     async def close(self) -> None:
         await self.engine.close()
-        await self.settling.close()
+        await self.settling.close(crashed=self.engine.failure.done() or self.settling.failed.done())
         account = self.engine.engine.account
         self.strategies.update(account)
         self.actor.log.info("strategies", **describe(account))
@@ -168,8 +168,16 @@ class RolloutWorker:
         self.engine.submit(ready)
 
     async def _change_policy(self) -> None:
-        """The engine is empty: load the version of the oldest postponed request."""
-        await self.loading.load_policy(self.postponed[0].policy_version)
+        """The engine is empty: load the version of the oldest postponed request. Requests for a version that is gone
+        can't be answered any more."""
+        version = self.postponed[0].policy_version
+        try:
+            await self.loading.load_policy(version)
+        except WeightsMissing as error:
+            for request in [each for each in self.postponed if each.policy_version == version]:
+                self.postponed.remove(request)
+                await self.settling.refuse(request, str(error))
+            return
         postponed, self.postponed = self.postponed, []
         self._submit(postponed)
 

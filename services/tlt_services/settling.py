@@ -43,7 +43,7 @@ class Settling:
         for finished in output.finished:
             self._start(self._complete(finished))
         for request, reason in output.refused:
-            self._start(self._refuse(request, reason))
+            self._start(self.refuse(request, reason))
 
     async def drained(self) -> None:
         """Everything is settled, and the features that were collected are on their way."""
@@ -51,12 +51,13 @@ class Settling:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def close(self) -> None:
-        """Gives unsettled requests back to the others."""
+    async def close(self, *, crashed: bool) -> None:
+        """Gives unsettled requests back to the others; after a crash as they are, their attempt counted: one of them
+        may be what the engine fails on, and after limits.max_attempts it is given up."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self.held:
+        if self.held and not crashed:
             await self.bus.release(list(self.held.values()))
         await asyncio.to_thread(self.verifiers.close)
 
@@ -98,7 +99,7 @@ class Settling:
         metrics.draft_tokens.inc(draft.drafted)
         metrics.accepted_tokens.inc(draft.accepted)
 
-    async def _refuse(self, request: RolloutRequest, reason: str) -> None:
+    async def refuse(self, request: RolloutRequest, reason: str) -> None:
         delivery = self.held.pop(request.request_id)
         self.actor.log.error("request refused", request=request.request_id, reason=reason)
         await self.bus.dead_letter(delivery, reason)

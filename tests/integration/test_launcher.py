@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -18,8 +19,11 @@ import psutil
 import pytest
 
 from tests.tiny import write_tiny_config
+from tlt_pipeline.bus import Bus
+from tlt_pipeline.bus.journal import read_journal
 from tlt_pipeline.bus.server import find_binary, start_redis
-from tlt_pipeline.config import RedisConfig
+from tlt_pipeline.config import LimitsConfig, RedisConfig
+from tlt_pipeline.messages import REQUESTS, Array, RolloutRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -126,6 +130,41 @@ def test_a_run_completes_though_a_worker_and_redis_are_killed(run: Run) -> None:
     assert f"tlt replay {run.root}" in shown
     for name in ("config.yaml", "metrics.jsonl", "journal", "weights/policy", "tensorboard", "logs/learner.log"):
         assert (run.root / name).exists()
+
+
+def hostile_requests(request: RolloutRequest) -> list[RolloutRequest]:
+    changes: list[dict[str, Any]] = [
+        {"prompt": Array.of([5, 2**31 - 1])},
+        {"prompt": Array.of([1.5, 2.5], "float32")},
+        {"prompt": Array.of([5])},
+        {"policy_version": 999_999},
+        {"policy_version": -1},
+    ]
+    return [
+        request.model_copy(update={"request_id": f"hostile-{number}", **change})
+        for number, change in enumerate(changes)
+    ]
+
+
+def test_requests_that_no_worker_can_answer_are_given_up_and_the_run_completes(run: Run) -> None:
+    launcher = run.start("steps=6")
+    await_true(lambda: run.steps() >= 1)
+    genuine = next(iter(read_journal(run.root / "journal", "requests")))
+    url = (run.root / "redis_url").read_text().strip()
+
+    async def submit() -> None:
+        bus = await Bus.connect(url, (run.root / "run_id").read_text().strip(), LimitsConfig(), "hostile")
+        for request in hostile_requests(genuine):
+            await bus.append(REQUESTS, request)
+        await bus.close()
+
+    asyncio.run(submit())
+    assert launcher.wait(180) == 0, run.said
+    assert "service crashed" not in run.said
+    summary = run.summary()
+    assert summary["requests_trained"] == summary["requests_admitted"] == 24
+    logs = run.log("rollout-0") + run.log("rollout-1")
+    assert all(f'"request": "hostile-{number}"' in logs for number in range(5))
 
 
 def test_ctrl_c_drains_and_resume_goes_on(run: Run) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tlt_pipeline.engine.engine import decode_all
+from tlt_pipeline.messages import Array
 
 
 def test_a_good_drafter_saves_steps_and_a_bad_one_costs_no_token():
@@ -96,6 +97,9 @@ def test_requests_that_cannot_be_served_are_refused_with_the_remedy():
         engine.submit(cases.request(0, max_new_tokens=500))
     with pytest.raises(ValueError, match="policy version 3"):
         engine.submit(cases.request(0).model_copy(update={"policy_version": 3}))
+    for prompt in (Array.of([1, 2, 10_000]), Array.of([1, -2]), Array.of([1.0, 2.0], "float32")):
+        with pytest.raises(ValueError, match="no ids below"):
+            engine.submit(cases.request(0).model_copy(update={"prompt": prompt}))
 
 
 def test_freed_cache_comes_back_and_a_new_policy_is_used():

@@ -8,7 +8,7 @@ import pytest
 from tiny import tiny_settings
 
 from tlt_pipeline.blobs import hidden_states_root
-from tlt_pipeline.config import RunConfig
+from tlt_pipeline.config import ConfigError, RunConfig
 from tlt_pipeline.rundir import RunDir, RunDirError
 from tlt_services.leftovers import claim_shards, remove_shards, sole_launcher
 
@@ -25,7 +25,6 @@ def make_run(tmp_path: Path, config: RunConfig, name: str) -> tuple[RunDir, Path
     run.run_id_file.write_text(name)
     shards = hidden_states_root(config.hidden_states, run)
     claim_shards(config, run)
-    shards.mkdir()
     (shards / "a-shard").write_bytes(b"states")
     return run, shards
 
@@ -43,6 +42,12 @@ def test_only_shards_of_runs_that_are_gone_are_removed(tmp_path: Path, config: R
         assert not of_killed.exists()
         remove_shards(config, alive)
         assert sorted(path.name for path in of_alive.parent.iterdir()) == ["next", "next.run", "nobody-knows"]
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_its_setting(tmp_path: Path, config: RunConfig) -> None:
+    (tmp_path / "memory").write_text("a file")
+    with pytest.raises(ConfigError, match=r"hidden states can't go to .*: set hidden_states\.root"):
+        make_run(tmp_path, config, "one")
 
 
 def test_two_launchers_of_one_run_are_refused(tmp_path: Path, config: RunConfig) -> None:

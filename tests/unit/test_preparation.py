@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.tiny import tiny_settings
-from tlt_pipeline.config import ConfigError, RunConfig, load_config, validate_config
+from tlt_pipeline.config import ConfigError, RunConfig, dump_config, load_config, validate_config
 from tlt_pipeline.rundir import RunDir, RunDirError
 from tlt_services.preparation import (
     default_root,
@@ -37,6 +37,13 @@ def run(config: RunConfig, tmp_path: Path) -> RunDir:
 def test_the_resolved_config_reads_back_equal(config: RunConfig, run: RunDir) -> None:
     assert is_prepared(run.root)
     assert load_config(run.config) == config
+
+
+@pytest.mark.parametrize("text", ["a${b}", "${b}", "\\${b}", "a\\\\${b} ${c", "off", "1e-3", "#x", "ü → \n"])
+def test_any_text_in_a_config_reads_back_the_same(config: RunConfig, tmp_path: Path, text: str) -> None:
+    odd = config.model_copy(update={"task": config.task.model_copy(update={"answer_pattern": text})})
+    dump_config(odd, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml").task.answer_pattern == text
 
 
 def test_a_folder_with_other_things_in_it_is_refused(config: RunConfig, tmp_path: Path) -> None:
@@ -89,6 +96,7 @@ def test_default_directory_and_the_newest(config: RunConfig, tmp_path: Path, mon
     make_run(config, root, fresh=True)
     assert newest_run() == root
     assert default_root(config.model_copy(update={"run_dir": "here"})) == Path("here")
+    assert default_root(config.model_copy(update={"name": "../../up/there"})).parent == Path("runs")
 
 
 def test_slots_claim_themselves_in_order(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ _unpack: Any = cast(Any, msgpack).unpackb
 BODY_FIELD = b"b"
 MAX_LETTER_BODY = 256 * 1024
 """A dead letter keeps so much of the original: dead letters stay, and memory is bounded."""
+MAX_LETTER_ID = 200
+"""Ours are shorter; what isn't ours may be anything."""
 
 
 def encode_for(stream: str, message: m.Message) -> bytes:
@@ -60,7 +62,7 @@ def letter_for(stream: str, entry_id: str, body: bytes, attempts: int, reason: s
 
 
 def request_id_in(body: bytes) -> str | None:
-    """The request id that the bytes carry, also where they aren't a valid message."""
+    """The request id that the bytes carry, also where they aren't a valid message; cut at MAX_LETTER_ID."""
     if len(body) > m.MAX_MESSAGE_BYTES:
         return None
     try:
@@ -70,4 +72,4 @@ def request_id_in(body: bytes) -> str | None:
     if not isinstance(content, dict):
         return None
     found: Any = cast(dict[str, Any], content).get("request_id")
-    return found if isinstance(found, str) else None
+    return found[:MAX_LETTER_ID] if isinstance(found, str) else None

@@ -87,12 +87,17 @@ class Engine:
         self.choice.new_drafter()
 
     def submit(self, request: RolloutRequest) -> None:
-        """Raises ValueError for a request that can't be served: other policy version, or longer than the context."""
+        """Raises ValueError for a request that can't be served: other policy version, no token ids, or longer than the
+        context."""
         total = request.prompt.length + request.sampling.max_new_tokens
         if request.policy_version != self.policy_version:
             raise ValueError(f"request for policy version {request.policy_version}, loaded is {self.policy_version}")
         if request.prompt.length < 2:
             raise ValueError(f"the prompt of {request.request_id} has fewer than 2 tokens: give it some text")
+        tokens = request.prompt.tolist()
+        vocab = self.policy.config.vocab_size
+        if not all(isinstance(token, int) and 0 <= token < vocab for token in tokens):
+            raise ValueError(f"the prompt of {request.request_id} has tokens that are no ids below {vocab}")
         limit = min(self.config.max_context, self.policy.config.max_position_embeddings - self.depth)
         if total > limit:
             raise ValueError(

@@ -35,6 +35,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rewards = [float(value) for value in s["reward_by_step"]]
     idle, used = float(s["slot_idle_s"]), float(s["slot_idle_used_s"])
     share = f", {used / idle:.0%} of it used for the drafter" if idle else ""
+    unscored = f", {s['unverified']} without a verdict (see logs/rollout-*.log)" if s.get("unverified") else ""
     return [
         ("steps", f"{s['steps']}, policy version {s['policy_version']}"),
         ("reward", f"{s['reward_first']:.3f} → {s['reward_last']:.3f}  {sparkline(rewards)}"),
@@ -45,7 +46,10 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ),
         ("time", f"{s['step_s']:.1f} s in steps: {s['rollout_s']:.1f} s rollout, {s['learner_s']:.1f} s learner"),
         ("idle slots", f"{idle:.1f} s{share}"),
-        ("answers", f"{s['requests_trained']} trained of {s['requests_admitted']}, {s['dead_letters']} dead letters"),
+        (
+            "answers",
+            f"{s['requests_trained']} trained of {s['requests_admitted']}, {s['dead_letters']} dead letters{unscored}",
+        ),
         ("claim", f"{s['claim']}: {_CLAIMS.get(s['claim'], '')}"),
         ("answer length", f"p50 {s['answer_length_p50']}, p99 {s['answer_length_p99']} tokens"),
     ]
