@@ -28,6 +28,9 @@ class Loading:
     def __init__(self, actor: Actor, store: WeightStore, engine: EngineLoop, idle: Callable[[], bool]) -> None:
         """`idle`: nothing is being decoded and no lease is held, so a policy may be loaded ahead."""
         self.actor, self.store, self.engine, self._idle = actor, store, engine, idle
+        self.drafter_version = 0
+        """The newest one handed to the engine, which takes it between two steps: old broadcasts are heard again after a
+        restart."""
         self._loading = asyncio.Lock()
 
     async def load_first_drafter(self) -> None:
@@ -49,7 +52,7 @@ class Loading:
                 last = entry_id
                 if not isinstance(message, WeightsPublished):
                     continue
-                if message.model == "drafter" and message.version > self.engine.engine.drafter_version:
+                if message.model == "drafter" and message.version > self.drafter_version:
                     await self.load_drafter(message)
                 elif message.model == "policy":
                     await self._load_ahead(message.version)
@@ -86,6 +89,7 @@ class Loading:
         drafter = await asyncio.to_thread(
             self.store.load_drafter, published, policy.config, dtype=weight.dtype, device=weight.device
         )
+        self.drafter_version = published.version
         self.engine.set_drafter(drafter, published.version)
         self.actor.gauges["drafter_version"] = published.version
         self.actor.log.info("drafter loaded", drafter_version=published.version)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json as jsonlib
 import os
 import random
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ from tlt_pipeline.engine.engine import Engine
 from tlt_pipeline.engine.replay import Recorded, replay
 from tlt_pipeline.messages import WeightsPublished
 from tlt_pipeline.models.dtypes import choose_device, choose_dtype
-from tlt_pipeline.models.tokenizer import load_tokenizer
+from tlt_pipeline.models.locate import locate_model
+from tlt_pipeline.models.tokenizer import Tokenizer, load_tokenizer
 from tlt_pipeline.rundir import RunDir
 from tlt_pipeline.telemetry.logging import configure_logging
 from tlt_pipeline.weights import WeightsMissing, WeightStore
 
 DEFAULT_SAMPLE = 32
+TELL_EVERY_S = 5.0
 
 
 def main(run_dir: Path, *, request: str | None, all: bool, sample: int | None, drafter: str, json: bool) -> int:
@@ -40,6 +43,9 @@ def main(run_dir: Path, *, request: str | None, all: bool, sample: int | None, d
     for record in chosen:
         by_version[record.request.policy_version].append(record)
     report: dict[str, Any] = {"requests": 0, "identical": 0, "diverged": [], "skipped": 0, "claim": None}
+    if request is not None:
+        report["answer"] = _describe(chosen[0], load_tokenizer(_any_policy(run, config)))
+    telling = Telling(len(chosen))
     store = WeightStore.of_run(run.root, config)
     published = _find_drafter(store, drafter)
     engine: Engine | None = None
@@ -51,6 +57,7 @@ def main(run_dir: Path, *, request: str | None, all: bool, sample: int | None, d
             report["skipped"] += len(records)
             continue
         _replay_version(engine, records, report)
+        telling.update(report["requests"] + report["skipped"])
     if chosen and not report["requests"]:
         raise WeightsMissing("none of these requests' policy versions is kept: raise weights.keep in the next run")
     _print(report, json)
@@ -91,6 +98,41 @@ def _replay_version(engine: Engine, records: list[Recorded], report: dict[str, A
     report["diverged"] += [divergence.as_dict() for divergence in diverged]
 
 
+class Telling:
+    """A line on stderr every `TELL_EVERY_S`: decoding a whole run again takes about as long as its rollouts."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._last = total, time.monotonic()
+
+    def update(self, done: int) -> None:
+        if time.monotonic() - self._last > TELL_EVERY_S:
+            self._last = time.monotonic()
+            typer.echo(f"{done} of {self._total} answers", err=True)
+
+
+def _any_policy(run: RunDir, config: RunConfig) -> Path:
+    """A folder with the run's tokenizer."""
+    store = WeightStore.of_run(run.root, config)
+    versions = store.versions("policy")
+    return store.folder("policy", versions[-1]) if versions else locate_model(config.policy.model)
+
+
+def _describe(record: Recorded, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The recorded answer, for people."""
+    done = record.completion
+    return {
+        "request_id": done.request_id,
+        "policy_version": done.policy_version,
+        "prompt": tokenizer.decode(done.prompt.tolist()),
+        "text": tokenizer.decode(done.tokens.tolist()),
+        "tokens": done.tokens.length,
+        "finish_reason": done.finish_reason,
+        "reward": done.reward,
+        "acceptance_length": 1.0 + done.draft.accepted / max(done.draft.drafts, 1),
+        "drafter_versions": list(done.draft.drafter_versions),
+    }
+
+
 def _find_drafter(store: WeightStore, wanted: str) -> WeightsPublished | None:
     """`wanted`: none, latest or a version. Raises ConfigError: there is no such one."""
     if wanted == "none":
@@ -125,6 +167,8 @@ def _print(report: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(jsonlib.dumps(report))
         return
+    for name, value in report.get("answer", {}).items():
+        typer.echo(f"{name:<18}{value}")
     typer.echo(f"{report['identical']} of {report['requests']} answers identical (claim: {report['claim']})")
     for part in report["diverged"]:
         typer.echo(

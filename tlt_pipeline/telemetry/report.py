@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     unscored = f", {s['unverified']} without a verdict (see logs/rollout-*.log)" if s.get("unverified") else ""
     return [
         ("steps", f"{s['steps']}, policy version {s['policy_version']}"),
-        ("reward", f"{s['reward_first']:.3f} → {s['reward_last']:.3f}  {sparkline(rewards)}"),
+        ("reward", f"{s['reward_first']:.3f} → {s['reward_last']:.3f}  {sparkline(rewards)} (ends: means of 3 steps)"),
         (
             "drafter",
             f"{s['drafter_versions_published']} versions, acceptance length "
@@ -56,11 +58,20 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def next_commands(run_dir: Path) -> list[tuple[str, str]]:
+    tlt, tensorboard = _command("tlt"), _command("tensorboard")
     return [
-        ("check answers", f"tlt replay {run_dir} --sample 32 --drafter none"),
-        ("curves", f"tensorboard --logdir {run_dir / 'tensorboard'}"),
-        ("go on", f"tlt run --resume {run_dir} steps=N"),
+        ("check answers", f"{tlt} replay {run_dir} --sample 32 --drafter none"),
+        ("curves", f"{tensorboard} --logdir {run_dir / 'tensorboard'}"),
+        ("go on", f"{tlt} run --resume {run_dir} steps=N"),
     ]
+
+
+def _command(name: str) -> str:
+    """As it can be typed here: with its path where that isn't on PATH."""
+    beside = Path(sys.executable).parent / name
+    if shutil.which(name) or not beside.exists():
+        return name
+    return str(beside.relative_to(Path.cwd())) if beside.is_relative_to(Path.cwd()) else str(beside)
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
