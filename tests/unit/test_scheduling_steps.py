@@ -82,6 +82,20 @@ def test_the_start_of_new_workers_after_a_resume_is_no_rollout_time() -> None:
     assert run.look(e.RecordStep)[0].record.rollout_s == pytest.approx(2.0)
 
 
+def test_time_in_which_the_run_was_stopped_is_no_rollout_time() -> None:
+    run = Driver(slots=1, steps=1)
+    run.start()
+    run.tell(m.WorkerHeartbeat(role="rollout", lease=1, **run.stamp("rollout", 0)))
+    run.answer(0, 0, after=1.0)
+    run.tell(e.Restarted(), after=100.0)
+    run.answer(0, 1, after=1.5)
+    run.idle(0)
+    run.trained(0)
+    record = run.look(e.RecordStep)[0].record
+    assert record.rollout_s == pytest.approx(2.5)
+    assert record.step_s < 10
+
+
 def test_an_answer_that_arrives_twice_or_for_another_step_changes_nothing() -> None:
     run = Driver()
     run.start()

@@ -117,8 +117,9 @@ def finish(state: State) -> Decision:
 
 
 def _wake(state: State, now: float) -> State:
-    """Silence and waiting are counted from now; a failure is forgotten, whoever starts the run again has
-    seen it; a run that has more steps by now goes on."""
+    """Silence and waiting are counted from now, and steps under way as if no time had passed; a failure is forgotten,
+    whoever starts the run again has seen it; a run that has more steps by now goes on."""
+    stopped_s = max(0.0, now - state.accrued_at)
 
     def seen(known: Presence) -> Presence:
         return replace(known, seen_at=now)
@@ -133,5 +134,17 @@ def _wake(state: State, now: float) -> State:
         )
         for slot in state.slots
     )
-    finished = state.finished and is_ending(state)
-    return replace(state, slots=tuple(slots), accrued_at=now, failed=None, finished=finished)
+    batches = (
+        batch if batch.finished_at is not None else replace(batch, admitted_at=batch.admitted_at + stopped_s)
+        for batch in state.batches
+    )
+    return replace(
+        state,
+        slots=tuple(slots),
+        batches=tuple(batches),
+        began_at=None if state.began_at is None else state.began_at + stopped_s,
+        trained_at=None if state.trained_at is None else state.trained_at + stopped_s,
+        accrued_at=now,
+        failed=None,
+        finished=state.finished and is_ending(state),
+    )
