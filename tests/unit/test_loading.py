@@ -9,6 +9,7 @@ from typing import Any
 
 import engine_cases as cases
 import structlog
+from tiny import tiny_settings
 
 from tlt_pipeline.config import RunConfig
 from tlt_pipeline.messages import WeightsPublished
