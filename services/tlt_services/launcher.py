@@ -25,7 +25,7 @@ from tlt_pipeline.processes import adopt_orphans
 from tlt_pipeline.rundir import RunDir, StorageError
 from tlt_pipeline.telemetry.logging import configure_logging
 from tlt_pipeline.telemetry.report import print_summary
-from tlt_services.leftovers import claim_shards, remove_shards, sole_launcher
+from tlt_services.leftovers import holding_shards, sole_launcher
 from tlt_services.preparation import default_root, is_prepared, make_run, note_redis, resume_run
 from tlt_services.progress import LiveTable, Progress, StepLines
 from tlt_services.status import StatusReader
@@ -50,8 +50,7 @@ def launch(config: Path | None, overrides: list[str], run_dir: Path | None, *, r
         _log.info("this run is finished", steps=settings.steps)
         return _conclude(run)
     adopt_orphans()
-    with sole_launcher(run), Wakeup() as wakeup:
-        claim_shards(settings, run)
+    with sole_launcher(run), holding_shards(settings, run), Wakeup() as wakeup:
         server = find_or_start_redis(settings.redis, run.redis)
         launcher = Launcher(settings, run, server, wakeup)
         try:
@@ -110,9 +109,8 @@ class Launcher:
         return self._stop()
 
     def close(self) -> None:
-        """No process of the run is left after this, nor its hidden states in memory."""
+        """No process of the run is left after this."""
         self._supervisor.kill()
-        remove_shards(self._config, self._run)
         self._reader.close()
         if self._server.owned:
             self._run.redis_url.unlink(missing_ok=True)

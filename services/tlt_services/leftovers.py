@@ -34,6 +34,17 @@ def sole_launcher(run: RunDir) -> Generator[None]:
         os.close(lock)
 
 
+@contextlib.contextmanager
+def holding_shards(config: RunConfig, run: RunDir) -> Generator[None]:
+    """The run's folder of hidden states, while its processes need it: a stopped run doesn't hold any, and one that is
+    resumed makes new ones. Raises as `claim_shards`."""
+    claim_shards(config, run)
+    try:
+        yield
+    finally:
+        remove_shards(config, run)
+
+
 def claim_shards(config: RunConfig, run: RunDir) -> None:
     """Removes what killed launchers left beside this run's shards, makes their folder and says whose it is. Raises
     ConfigError: it can't be made."""
@@ -54,7 +65,6 @@ def claim_shards(config: RunConfig, run: RunDir) -> None:
 
 
 def remove_shards(config: RunConfig, run: RunDir) -> None:
-    """A stopped run doesn't hold any, and one that is resumed makes new ones."""
     shards = hidden_states_root(config.hidden_states, run)
     if not shards.is_relative_to(run.root):
         _remove(shards.with_name(shards.name + _SUFFIX))

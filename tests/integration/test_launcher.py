@@ -101,7 +101,8 @@ def run(template: Path, tmp_path: Path) -> Iterator[Run]:
             process.kill()
             process.wait()
     await_true(lambda: not one.processes(), 10)
-    shutil.rmtree(Path("/dev/shm") / f"tlt-{run_id}", ignore_errors=True)  # a killed launcher leaves it
+    shutil.rmtree(Path("/dev/shm") / f"tlt-{run_id}", ignore_errors=True)  # a killed launcher leaves these
+    (Path("/dev/shm") / f"tlt-{run_id}.run").unlink(missing_ok=True)
 
 
 def await_true(condition: Callable[[], Any], timeout_s: float = 120.0) -> None:

@@ -137,6 +137,8 @@ def test_a_used_run_directory_needs_resume(config: Path, capfd: pytest.CaptureFi
     assert "go on with it (--resume), or name another --run-dir" in capfd.readouterr().err
     assert invoke([*call.split(), "--resume", "seed=3"]) == 2
     assert "seed can't change within a run" in capfd.readouterr().err
+    run_id = (config.parent / "r" / "run_id").read_text().strip()
+    assert not list(Path("/dev/shm").glob(f"tlt-{run_id}*")), "a run that could not start leaves nothing in memory"
 
 
 def test_config_check_and_models_list(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
