@@ -22,7 +22,6 @@ from tlt_pipeline.engine.engine import Engine
 from tlt_pipeline.engine.replay import Recorded, replay
 from tlt_pipeline.messages import WeightsPublished
 from tlt_pipeline.models.dtypes import choose_device, choose_dtype
-from tlt_pipeline.models.locate import locate_model
 from tlt_pipeline.models.tokenizer import Tokenizer, load_tokenizer
 from tlt_pipeline.rundir import RunDir
 from tlt_pipeline.telemetry.logging import configure_logging
@@ -43,8 +42,6 @@ def main(run_dir: Path, *, request: str | None, all: bool, sample: int | None, d
     for record in chosen:
         by_version[record.request.policy_version].append(record)
     report: dict[str, Any] = {"requests": 0, "identical": 0, "diverged": [], "skipped": 0, "claim": None}
-    if request is not None:
-        report["answer"] = _describe(chosen[0], load_tokenizer(_any_policy(run, config)))
     telling = Telling(len(chosen))
     store = WeightStore.of_run(run.root, config)
     published = _find_drafter(store, drafter)
@@ -58,8 +55,10 @@ def main(run_dir: Path, *, request: str | None, all: bool, sample: int | None, d
             continue
         _replay_version(engine, records, report)
         telling.update(report["requests"] + report["skipped"])
-    if chosen and not report["requests"]:
+    if engine is None:
         raise WeightsMissing("none of these requests' policy versions is kept: raise weights.keep in the next run")
+    if request is not None:
+        report["answer"] = _describe(chosen[0], engine.tokenizer)
     _print(report, json)
     return 0 if report["identical"] == report["requests"] else 1
 
@@ -108,13 +107,6 @@ class Telling:
         if time.monotonic() - self._last > TELL_EVERY_S:
             self._last = time.monotonic()
             typer.echo(f"{done} of {self._total} answers", err=True)
-
-
-def _any_policy(run: RunDir, config: RunConfig) -> Path:
-    """A folder with the run's tokenizer."""
-    store = WeightStore.of_run(run.root, config)
-    versions = store.versions("policy")
-    return store.folder("policy", versions[-1]) if versions else locate_model(config.policy.model)
 
 
 def _describe(record: Recorded, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -94,9 +94,8 @@ class Engine:
             raise ValueError(f"request for policy version {request.policy_version}, loaded is {self.policy_version}")
         if request.prompt.length < 2:
             raise ValueError(f"the prompt of {request.request_id} has fewer than 2 tokens: give it some text")
-        tokens = request.prompt.tolist()
-        vocab = self.policy.config.vocab_size
-        if not all(isinstance(token, int) and 0 <= token < vocab for token in tokens):
+        tokens, vocab = request.prompt.numpy(), self.policy.config.vocab_size
+        if tokens.dtype.kind != "i" or tokens.min() < 0 or tokens.max() >= vocab:
             raise ValueError(f"the prompt of {request.request_id} has tokens that are no ids below {vocab}")
         limit = min(self.config.max_context, self.policy.config.max_position_embeddings - self.depth)
         if total > limit:

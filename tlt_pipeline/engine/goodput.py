@@ -77,16 +77,16 @@ class Acceptance:
         for counts in (self._all, self._bucket(facts.batch)):
             counts.add(facts.batch, facts.accepted)
 
-    def expected_tokens(self, batch: int, depth: int) -> float:
-        """Committed a row and pass, bonus token included."""
-        total, alive, rate = 1.0, 1.0, PRIOR_RATE
+    def expected_tokens(self, batch: int) -> list[float]:
+        """Committed a row and pass, bonus token included, for every depth from 0."""
+        expected, alive, rate = [1.0], 1.0, PRIOR_RATE
         bucket = self._bucket(batch)
-        for position in range(depth):
+        for position in range(self._depth):
             overall = self._all.rate(position, rate)
             rate = bucket.rate(position, overall)
             alive *= rate
-            total += alive
-        return total
+            expected.append(expected[-1] + alive)
+        return expected
 
     def restart(self) -> None:
         for counts in (self._all, *self._buckets.values()):
@@ -135,7 +135,8 @@ class Goodput:
         if self._first:
             return self._first.pop()
         allowed = [strategy for strategy in self.strategies if strategy.depth <= max(room - 1, 1)]
-        rates = [self._rate(strategy, batch, context) for strategy in allowed]
+        tokens = self.acceptance.expected_tokens(batch)
+        rates = [batch * tokens[each.depth] / self.time.predict(batch, context, each.depth) for each in allowed]
         best = int(np.argmax(rates))
         if self._current in allowed and rates[best] < (1 + HYSTERESIS) * rates[allowed.index(self._current)]:
             best = allowed.index(self._current)
@@ -152,7 +153,3 @@ class Goodput:
 
     def new_drafter(self) -> None:
         self.acceptance.restart()
-
-    def _rate(self, strategy: Strategy, batch: int, context: int) -> float:
-        tokens = self.acceptance.expected_tokens(batch, strategy.depth)
-        return batch * tokens / self.time.predict(batch, context, strategy.depth)

@@ -26,6 +26,10 @@ QUERY_BLOCK = 32
 """PyTorch's attention kernel for CPUs goes through a row's queries in blocks of this size or a multiple."""
 
 
+def round_up(value: int, block: int = LENGTH_BLOCK) -> int:
+    return -(-value // block) * block
+
+
 class RowLinear(Protocol):
     """A linear layer over rows, and the row count it wants (`padded`)."""
 
@@ -70,7 +74,7 @@ class BlockLinear:
     batched: bool
 
     def padded(self, rows: int) -> int:
-        return -(-rows // self.rows) * self.rows
+        return round_up(rows, self.rows)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         blocks = x.shape[0] // self.rows
@@ -95,15 +99,11 @@ class Layout:
         """How many queries a call gets for a row's W, where several go together: no block of fewer than `queries`."""
         if W <= QUERY_BLOCK or not self.queries:
             return max(W, self.queries)
-        return -(-W // self.queries) * self.queries
+        return round_up(W, self.queries)
 
     def padded_length(self, length: int) -> int:
         found = bisect_left(self.lengths, length)
         return self.lengths[found] if found < len(self.lengths) else round_up(length)
-
-
-def round_up(value: int, block: int = LENGTH_BLOCK) -> int:
-    return -(-value // block) * block
 
 
 PLAIN = Layout(PlainLinear())
