@@ -193,7 +193,8 @@ async def test_a_lease_from_grant_to_yield(tmp_path: Path, redis_url: str) -> No
         assert [each.version for each in heard] == list(range(1, len(heard) + 1))
 
         await run.grant(0, 2)  # nothing new: what the buffer has is enough
-        await run.event(m.WorkerHeartbeat, lease=2)
+        while not (await run.event(m.WorkerHeartbeat, lease=2)).tokens_per_s:
+            pass  # holds the lease, but has not trained yet
         assert (await run.recall(0, 2)).tokens_trained > 0
         await run.command(0, m.Shutdown(reason="done"))
         assert await process.exit_code() == 0
