@@ -127,13 +127,18 @@ class RolloutConfig(Section):
 
 
 class SpeculationConfig(Section):
-    drafter: Literal["eagle", "off"] = "eagle"
+    drafter: Literal["eagle", "ngram", "off"] = "eagle"
+    """ngram: model-free proposals only; eagle: those and the trained drafter's."""
     depth: Annotated[int, Field(ge=1, le=16)] = 4
-    """Tokens proposed a pass, at most."""
+    """Tokens that a chain of the trained drafter proposes, at most; with `choice: fixed`, exactly."""
+    ngram_depths: tuple[Annotated[int, Field(ge=1, le=16)], ...] = (2, 4, 8)
+    """Lengths of n-gram proposals; none: no n-gram drafter."""
+    trees: tuple[Annotated[str, Field(pattern=r"^\d+x\d+x\d+$")], ...] = ("3x3x8", "5x4x16")
+    """Draft trees: depth x top-k x verified tokens; none: chains only."""
     max_batch: Positive = 64
     """Speculate while at most so many answers are running."""
     choice: Literal["goodput", "beg_mab", "fixed"] = "goodput"
-    """How deep, if at all: predicted from measured times and acceptance; by a bandit; always `depth`."""
+    """What to do in each step: predicted from measured times and acceptance; by a bandit; always a chain of `depth`."""
     epsilon: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Share of its steps in which the bandit tries another strategy."""
 
@@ -210,6 +215,8 @@ class DrafterTrainConfig(Section):
 class DrafterConfig(Section):
     init: str = "from_policy_layer"
     """from_policy_layer, or the folder of a drafter."""
+    context_window: Positive = 1024
+    """Tokens that the drafter looks back at, and has to read at most when it is turned on in mid-answer."""
     train: DrafterTrainConfig = DrafterTrainConfig()
 
 

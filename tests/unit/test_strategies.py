@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+import numpy as np
 import pytest
 
 from tlt_pipeline.config import SpeculationConfig
 from tlt_pipeline.engine.choice import make_policy
-from tlt_pipeline.engine.strategies import OFF, StepFacts, StrategyPolicy, strategies_of
+from tlt_pipeline.engine.strategies import OFF, BatchState, StepFacts, StrategyPolicy, chain, strategies_of
 
 
 class Machine:
@@ -29,19 +30,28 @@ class Machine:
 
     def step(self, policy: StrategyPolicy, batch: int) -> float:
         """One decode step -> expected tokens a second of the strategy that was chosen, relative to the best one's."""
-        strategy = policy.choose(batch, 128, 1000)
+        strategy = policy.choose(state_of(batch))
         alive, accepted = batch, []
         for _ in range(strategy.depth):
             alive = sum(self.random.random() < self.right for _ in range(alive))
             accepted.append(alive)
         noise = 1.0 + 0.1 * self.random.random() + (5.0 if self.random.random() < 0.01 else 0.0)
         seconds = self.time(batch, strategy.depth) * noise
-        policy.measured(StepFacts(strategy, batch, 128, batch + sum(accepted), seconds, tuple(accepted)))
+        policy.measured(
+            StepFacts(strategy, batch, 128, batch + sum(accepted), seconds, 1 + strategy.verify, tuple(accepted))
+        )
         best = max(self.rate(batch, depth) for depth in range(DEPTH + 1))
         return self.rate(batch, strategy.depth) / best
 
 
 DEPTH = 6
+CHAINS = (OFF, *(chain("eagle", depth) for depth in range(1, DEPTH + 1)))
+
+
+def state_of(batch: int, remaining: int = 1000) -> BatchState:
+    return BatchState(batch, 128, np.full(batch, remaining), CHAINS)
+
+
 BATCHES = (1, 2, 4, 8, 16, 32)
 
 
@@ -91,12 +101,13 @@ def test_a_better_and_a_worse_drafter_are_noticed(choice: str) -> None:
 @pytest.mark.parametrize("choice", ["goodput", "beg_mab", "fixed"])
 def test_never_above_the_limit_and_no_deeper_than_configured(choice: str) -> None:
     policy = policy_of(choice)
-    assert all(policy.choose(65, 10, 9) == OFF for _ in range(50))
-    assert {policy.choose(3, 10, 1000).depth for _ in range(200)} <= set(range(DEPTH + 1))
+    assert all(policy.choose(state_of(65)) == OFF for _ in range(50))
+    assert {policy.choose(state_of(3)).depth for _ in range(200)} <= set(range(DEPTH + 1))
 
 
 def test_strategies_of_a_config() -> None:
-    assert [str(each) for each in strategies_of(SpeculationConfig(depth=2))] == ["off", "eagle-1", "eagle-2"]
+    config = SpeculationConfig(depth=2, ngram_depths=(3,), trees=("3x2x5",))
+    assert [str(each) for each in strategies_of(config)] == ["off", "ngram-3", "eagle-1", "eagle-2", "eagle-3x2x5"]
     assert strategies_of(SpeculationConfig(drafter="off")) == (OFF,)
 
 
@@ -106,7 +117,7 @@ def test_a_seed_repeats_the_choices() -> None:
         found = []
         for _ in range(200):
             machine.step(policy, 4)
-            found.append(str(policy.choose(4, 10, 100)))
+            found.append(str(policy.choose(state_of(4))))
         return found
 
     assert choices() == choices()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from statistics import median
 
-from tlt_pipeline.engine.strategies import OFF, StepFacts, Strategy
+from tlt_pipeline.engine.strategies import OFF, BatchState, StepFacts, Strategy
 
 WINDOW = 24
 """Rewards an arm remembers."""
@@ -33,15 +33,16 @@ class Bandit:
         self._random = Random(seed)
         self._buckets: dict[int, dict[Strategy, Arm]] = {}
 
-    def choose(self, batch: int, context: int, room: int) -> Strategy:
-        if batch > self.max_batch:
+    def choose(self, state: BatchState) -> Strategy:
+        if state.batch > self.max_batch:
             return OFF
-        arms = self._arms(batch)
+        every = self._arms(state.batch)
+        arms = {strategy: every[strategy] for strategy in state.available}
         untried = [strategy for strategy, arm in arms.items() if not arm.rewards]
         if untried:
             return untried[-1]
         if self._random.random() < self.epsilon:
-            return self._random.choice(self.strategies)
+            return self._random.choice(state.available)
         return max(arms, key=lambda strategy: arms[strategy].worth)
 
     def measured(self, facts: StepFacts) -> None:

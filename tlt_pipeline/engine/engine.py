@@ -28,7 +28,7 @@ from tlt_pipeline.engine.results import FeaturePiece, Finished
 from tlt_pipeline.engine.sampling import Draw, draw
 from tlt_pipeline.engine.speculation import propose_chain
 from tlt_pipeline.engine.stopping import find_end
-from tlt_pipeline.engine.strategies import OFF, StepFacts, Strategy
+from tlt_pipeline.engine.strategies import OFF, BatchState, StepFacts, Strategy, strategies_of
 from tlt_pipeline.messages import Claim, DraftStats, FinishReason, RolloutRequest
 from tlt_pipeline.models.decoder import Decoder
 from tlt_pipeline.models.drafter import EagleDrafter
@@ -128,7 +128,7 @@ class Engine:
         finished = self._commit(batch, proposals_BD, drawn, accepted_B)
         by_position = tuple(int((accepted_B > position).sum()) for position in range(strategy.depth))
         committed, seconds = self.tokens_committed - before, time.perf_counter() - began
-        facts = StepFacts(strategy, B, context, committed, seconds, by_position, counts)
+        facts = StepFacts(strategy, B, context, committed, seconds, 1 + strategy.verify, by_position, counts)
         self.choice.measured(facts)
         self.account.add(facts, None if strategy.depth else self._reason())
         return finished
@@ -138,8 +138,10 @@ class Engine:
         if self.drafter is None:
             return OFF, True
         lengths_B = batch.lengths[: len(batch)]
-        room = max(running.remaining for running in batch.running)
-        strategy = self.choice.choose(len(batch), int(lengths_B.max()), room)
+        remaining_B = np.array([running.remaining for running in batch.running])
+        strategies = strategies_of(self.config.speculation)
+        available = tuple(each for each in strategies if each.drafter != "ngram" and not each.is_tree)
+        strategy = self.choice.choose(BatchState(len(batch), int(lengths_B.max()), remaining_B, available))
         behind = int((lengths_B - batch.drafted_lengths[: len(batch)]).max())
         return strategy, not strategy.depth or behind <= self.depth + 1
 

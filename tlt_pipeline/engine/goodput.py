@@ -13,7 +13,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_pipeline.engine.strategies import OFF, StepFacts, Strategy
+from tlt_pipeline.engine.strategies import OFF, BatchState, StepFacts, Strategy
 
 EXPLORED = 0.03
 """Share of the steps that try a neighbour of the best strategy: keeps both models honest."""
@@ -122,19 +122,21 @@ class Goodput:
     def __init__(self, strategies: tuple[Strategy, ...], max_batch: int, seed: int) -> None:
         """`max_batch`: with more running answers it never speculates."""
         self.strategies, self.max_batch = strategies, max_batch
-        self.time, self.acceptance = StepTime(), Acceptance(strategies[-1].depth)
+        self.time, self.acceptance = StepTime(), Acceptance(max(each.depth for each in strategies))
         self._random = Random(seed)
         self._current = OFF
         deepest, middle = strategies[-1], strategies[len(strategies) // 2]
         # what the time model needs to tell its parts from each other
         self._first = [deepest, OFF, middle, deepest, OFF, middle]
 
-    def choose(self, batch: int, context: int, room: int) -> Strategy:
+    def choose(self, state: BatchState) -> Strategy:
+        batch, context, room = state.batch, state.context, int(state.remaining_B.max())
         if batch > self.max_batch:
             return OFF
         if self._first:
-            return self._first.pop()
-        allowed = [strategy for strategy in self.strategies if strategy.depth <= max(room - 1, 1)]
+            first = self._first.pop()
+            return first if first in state.available else OFF
+        allowed = [strategy for strategy in state.available if strategy.depth <= max(room - 1, 1)]
         tokens = self.acceptance.expected_tokens(batch)
         rates = [batch * tokens[each.depth] / self.time.predict(batch, context, each.depth) for each in allowed]
         best = int(np.argmax(rates))
