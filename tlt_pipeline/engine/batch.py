@@ -1,49 +1,33 @@
 """The running answers of one slot, one row each, and what is kept a row: tokens, features, sampling, caches.
 
-The invariant between two steps: the policy's cache and `features` hold positions 0 .. length-1, and the token at
+The invariant between two steps: the policy's cache and the features hold positions 0 .. length-1, and the token at
 position `length` is committed but not read yet. Rows are dense: a finished row is filled from the last one.
-Shapes: B = running rows, R = rows at most, L = cache length, C = hidden size.
+Shapes: B = running rows, R = rows at most, L = cache length.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
-
 import numpy as np
 import torch
 
-from tlt_pipeline.engine.cache import KVCache, lazy_zeros
+from tlt_pipeline.engine.cache import KVCache
+from tlt_pipeline.engine.features import FeatureRing
+from tlt_pipeline.engine.running import Running
 from tlt_pipeline.engine.sampling import RowSampling
-from tlt_pipeline.messages import RolloutRequest
 from tlt_pipeline.models.decoder import DecoderConfig
 
 
-@dataclass
-class Running:
-    """One answer being written."""
-
-    request: RolloutRequest
-    prompt: list[int]
-    started_at: float = field(default_factory=time.time)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    policy_logprobs: list[float] = field(default_factory=list)
-    decode_steps: int = 0
-    drafts: int = 0
-    drafted: int = 0
-    accepted_by_position: list[int] = field(default_factory=list)
-    drafter_versions: list[int] = field(default_factory=list)
-    streamed: int = 0
-    """Positions whose features left already."""
-
-    @property
-    def remaining(self) -> int:
-        return self.request.sampling.max_new_tokens - len(self.tokens)
-
-
 class Batch:
-    def __init__(self, config: DecoderConfig, rows: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rows: int,
+        length: int,
+        features: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`length`: positions that a row may hold; `features`: of how many of them features are kept."""
         self.cache = KVCache(config, rows, length, dtype, device)
         L = self.cache.length
         self.running: list[Running] = []
@@ -53,9 +37,11 @@ class Batch:
         self.top_k = np.zeros(rows, np.int64)
         self.top_p = np.ones(rows, np.float64)
         self.drafted_lengths = np.zeros(rows, np.int64)
-        """Positions that the drafter's cache holds, a row."""
+        """Positions up to which the drafter has read, a row."""
+        self.drafted_starts = np.zeros(rows, np.int64)
+        """Positions from which on it has: what came before was too far back when it was turned on."""
         self.tokens_RL = torch.zeros((rows, L), dtype=torch.int64, device=device)
-        self.features_RLC = lazy_zeros((rows, L, config.hidden_size), dtype, device)
+        self.features = FeatureRing(rows, min(features, L), config.hidden_size, dtype, device)
         self.drafter_cache: KVCache | None = None
         self.device, self.dtype = device, dtype
         self._sampling: dict[int, RowSampling] = {}
@@ -71,7 +57,7 @@ class Batch:
         self.seeds[row] = running.request.seed
         self.temperatures[row] = sampling.temperature
         self.top_k[row], self.top_p[row] = sampling.top_k, sampling.top_p
-        self.drafted_lengths[row] = 0
+        self.drafted_lengths[row] = self.drafted_starts[row] = 0
         self.tokens_RL[row, : len(running.prompt)] = torch.tensor(running.prompt, device=self.device)
         self._sampling.clear()
         return row
@@ -82,15 +68,16 @@ class Batch:
         if row != last:
             self.running[row] = self.running[last]
             for column in (
-                self.lengths, self.seeds, self.temperatures, self.top_k, self.top_p, self.drafted_lengths
-            ):  # fmt: skip
+                *(self.lengths, self.seeds, self.temperatures, self.top_k, self.top_p),
+                *(self.drafted_lengths, self.drafted_starts),
+            ):
                 column[row] = column[last]
             length = int(self.lengths[last])
             self.cache.move(last, row, length)
             if self.drafter_cache is not None:
                 self.drafter_cache.move(last, row, int(self.drafted_lengths[last]))
             self.tokens_RL[row, : length + 1] = self.tokens_RL[last, : length + 1]
-            self.features_RLC[row, :length] = self.features_RLC[last, :length]
+            self.features.move(last, row, length)
         self.running.pop()
         self._sampling.clear()
 
@@ -98,7 +85,7 @@ class Batch:
         """A sibling has read the same prompt already: its keys, values and features are the same to the bit."""
         length = int(self.lengths[target])
         self.cache.move(source, target, length)
-        self.features_RLC[target, :length] = self.features_RLC[source, :length]
+        self.features.move(source, target, length)
 
     def sampling(self, width: int) -> RowSampling:
         """Columns for B * width rows, in the order of flattened [B, width]."""

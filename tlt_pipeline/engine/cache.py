@@ -42,6 +42,12 @@ class KVCache:
         """Keys and values of each layer as [rows * L, K, D], to write into."""
         self._window: tuple[tuple[int, int, int], list[tuple[Tensor, Tensor]]] | None = None
 
+    def write(self, layer: int, slots_N: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> None:
+        """Keys and values of one layer, to slots as `cache_slots` gives them."""
+        keys, values = self.slots[layer]
+        keys.index_copy_(0, slots_N, k_NKD)
+        values.index_copy_(0, slots_N, v_NKD)
+
     def move(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` positions of a row to another."""
         self.data[:, :, target, :length] = self.data[:, :, source, :length]
@@ -86,9 +92,7 @@ class CachedAttention:
         count, padded = self.B * self.W, q.shape[0]
         if count != padded:
             q, k, v = q[:count], k[:count], v[:count]
-        keys, values = self.cache.slots[layer]
-        keys.index_copy_(0, self.slots_N, k)
-        values.index_copy_(0, self.slots_N, v)
+        self.cache.write(layer, self.slots_N, k, v)
         look = self._one_by_one if self.one_query else self._together
         out = look(q, *self.window[layer])
         return out if count == padded else F.pad(out, (0, 0, 0, 0, 0, padded - count))
@@ -124,17 +128,22 @@ class CachedAttention:
 
 
 def attend_to(
-    cache: KVCache, positions_BW: Tensor, longest: int, layout: Layout = PLAIN, first_row: int = 0
+    cache: KVCache,
+    positions_BW: Tensor,
+    longest: int,
+    layout: Layout = PLAIN,
+    first_row: int = 0,
+    since_BW: Tensor | None = None,
 ) -> CachedAttention:
     """One pass of W tokens a row. positions_BW int64: where each token stands; `longest`: at least the largest
-    position + 1."""
+    position + 1; `since_BW`: the first position that each may look at, None: the first of all."""
     B, W = positions_BW.shape
-    slots_BW = _slots(cache, positions_BW, first_row)
-    if B == W == 1 and not layout.queries:
+    slots_BW = cache_slots(cache, positions_BW, first_row)
+    if B == W == 1 and not layout.queries and since_BW is None:
         # one query of one row may look at everything there is: no mask, and no padding where bits don't matter
         return CachedAttention(cache, slots_BW.flatten(), None, cache.window(first_row, B, longest), (B, W))
     window = cache.window(first_row, B, min(layout.padded_length(longest), cache.length))
-    mask_BWL = _causal_mask(positions_BW, window[0][0])
+    mask_BWL = causal_mask(positions_BW, window[0][0], since_BW)
     if layout.queries == 1:
         mask = mask_BWL.unsqueeze(1)
     else:
@@ -143,12 +152,15 @@ def attend_to(
     return CachedAttention(cache, slots_BW.flatten(), mask, window, (B, W), layout)
 
 
-def attend_in_steps(cache: KVCache, positions_BS: Tensor, longest: int) -> list[CachedAttention]:
+def attend_in_steps(
+    cache: KVCache, positions_BS: Tensor, longest: int, since_BS: Tensor | None = None
+) -> list[CachedAttention]:
     """S passes of one token a row each, prepared together: a drafter's."""
     B, S = positions_BS.shape
-    slots_SB = _slots(cache, positions_BS, 0).t().contiguous()
+    slots_SB = cache_slots(cache, positions_BS, 0).t().contiguous()
     window = cache.window(0, B, min(round_up(longest), cache.length))
-    masks_SB1QL = _causal_mask(positions_BS.t(), window[0][0])[:, :, None, None].expand(-1, -1, -1, cache.group, -1)
+    mask_SBL = causal_mask(positions_BS.t(), window[0][0], None if since_BS is None else since_BS.t())
+    masks_SB1QL = mask_SBL[:, :, None, None].expand(-1, -1, -1, cache.group, -1)
     return [CachedAttention(cache, slots_SB[step], masks_SB1QL[step], window, (B, 1)) for step in range(S)]
 
 
@@ -156,14 +168,15 @@ def _padding(layout: Layout, queries: int) -> int:
     return 0 if layout.queries == 1 else layout.padded_queries(queries) - queries
 
 
-def _slots(cache: KVCache, positions_BW: Tensor, first_row: int) -> Tensor:
+def cache_slots(cache: KVCache, positions_BW: Tensor, first_row: int) -> Tensor:
     """[B, W]: where each token's key and value go."""
     rows_B = torch.arange(first_row, first_row + positions_BW.shape[0], device=positions_BW.device)
     return torch.add(positions_BW, rows_B.unsqueeze(1), alpha=cache.length)
 
 
-def _causal_mask(positions: Tensor, keys_BKLD: Tensor) -> Tensor:
-    """positions [...] -> [..., L]: 0 where a token may look, -inf elsewhere."""
+def causal_mask(positions: Tensor, keys_BKLD: Tensor, since: Tensor | None = None) -> Tensor:
+    """positions, since [...] -> [..., L]: 0 where a token may look, -inf elsewhere."""
     places_L = torch.arange(keys_BKLD.shape[2], device=positions.device)
     mask = keys_BKLD.new_zeros((*positions.shape, len(places_L)))
-    return mask.masked_fill_(places_L > positions.unsqueeze(-1), float("-inf"))
+    mask.masked_fill_(places_L > positions.unsqueeze(-1), float("-inf"))
+    return mask if since is None else mask.masked_fill_(places_L < since.unsqueeze(-1), float("-inf"))

@@ -3,7 +3,7 @@
 `step` is schedule -> draft and verify -> commit. Plain decoding is verification of no proposal. A proposal is accepted
 exactly if the policy's own Gumbel-max draw at that position equals it (design 5.1), so a request's tokens are a
 function of policy, prompt, sampling and seed.
-Shapes: B = running rows, W = 1 + depth tokens a row in a verify pass, V = vocabulary, C = hidden size.
+Shapes: B = running rows, D = depth, E = D + 1, W = nodes a row in a verify pass, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -13,26 +13,35 @@ from collections import deque
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tlt_pipeline.config import EngineConfig
 from tlt_pipeline.engine.accounts import Reason, StrategyAccount
-from tlt_pipeline.engine.batch import Batch, Running
+from tlt_pipeline.engine.admission import Admission
+from tlt_pipeline.engine.batch import Batch
 from tlt_pipeline.engine.choice import make_policy
-from tlt_pipeline.engine.forward import Forward, prefill_features
+from tlt_pipeline.engine.committing import store
+from tlt_pipeline.engine.forward import Forward
 from tlt_pipeline.engine.invariance import decide_exactness
 from tlt_pipeline.engine.layout import Layout
+from tlt_pipeline.engine.ngram import NgramIndex
 from tlt_pipeline.engine.noise import gumbel_noise, noise_keys, token_hashes
+from tlt_pipeline.engine.proposals import Accepted, Proposals, accept, pad_chains
 from tlt_pipeline.engine.results import FeaturePiece, Finished
+from tlt_pipeline.engine.running import Running
 from tlt_pipeline.engine.sampling import Draw, draw
-from tlt_pipeline.engine.speculation import propose_chain
-from tlt_pipeline.engine.stopping import find_end
-from tlt_pipeline.engine.strategies import OFF, BatchState, StepFacts, Strategy, strategies_of
-from tlt_pipeline.messages import Claim, DraftStats, FinishReason, RolloutRequest
+from tlt_pipeline.engine.speculation import Drafting, propose_chain
+from tlt_pipeline.engine.strategies import BatchState, StepFacts, Strategy, strategies_of
+from tlt_pipeline.engine.streaming import FeatureStream
+from tlt_pipeline.engine.tree_drafting import propose_tree
+from tlt_pipeline.engine.verification import Verified, verify
+from tlt_pipeline.messages import Claim, RolloutRequest
 from tlt_pipeline.models.decoder import Decoder
 from tlt_pipeline.models.drafter import EagleDrafter
 from tlt_pipeline.models.tokenizer import Tokenizer
+
+NGRAM_TOKENS = 1 << 18
+"""Tokens of answers that a worker remembers for n-gram proposals."""
 
 
 class Engine:
@@ -43,18 +52,24 @@ class Engine:
         tokenizer: Tokenizer,
         config: EngineConfig,
         feature_chunk: int | None = None,
+        context_window: int = 1024,
+        seed: int = 0,
     ) -> None:
-        """`feature_chunk`: features leave in pieces of so many tokens; None: they are not kept.
+        """`feature_chunk`: features leave in pieces of so many tokens; None: they are not wanted. `context_window`:
+        positions that the drafter looks back at. `seed`: of the strategy choice, which can't change a token.
         Raises ConfigError where `engine.exact: on` can't be had here."""
-        self.config, self.tokenizer, self.feature_chunk = config, tokenizer, feature_chunk
-        self.depth = config.speculation.depth
+        self.config, self.tokenizer, self.context_window = config, tokenizer, context_window
+        self.strategies = strategies_of(config.speculation)
+        self.depth = max(each.depth for each in self.strategies)
+        self._positions = config.max_context + max(each.verify for each in self.strategies) + 1
         self.layout, self.claim = self._decide_exactness(policy)
-        self.drafter: EagleDrafter | None = None
+        self.drafting: Drafting | None = None
         self.drafter_version = 0
         self.waiting: deque[RolloutRequest] = deque()
-        self.pieces: list[FeaturePiece] = []
+        self.stream = FeatureStream(feature_chunk)
+        self.ngrams = NgramIndex(NGRAM_TOKENS) if any(each.drafter == "ngram" for each in self.strategies) else None
         self.tokens_committed = 0
-        self.choice = make_policy(config.speculation)
+        self.choice = make_policy(config.speculation, seed)
         self.account = StrategyAccount()
         self.set_policy(policy, version)
 
@@ -77,12 +92,16 @@ class Engine:
         assert not getattr(self, "batch", None) and not self.waiting, "a policy changes between requests only"
         self.policy, self.policy_version = policy.requires_grad_(False), version
         self.forward = Forward(policy, self.layout)
+        self.admission = Admission(self.forward, self.ngrams, self.stream)
         self.hashes = token_hashes(policy.config.vocab_size, policy.embed.weight.device)
         self.batch: Batch | None = None
+        if self.drafting is not None:
+            self.drafting = Drafting(policy, self.drafting.drafter, self.context_window)
 
     def set_drafter(self, drafter: EagleDrafter | None, version: int) -> None:
         """Between any two steps, in mid-answer too: it can't change the tokens."""
-        self.drafter = None if drafter is None else drafter.requires_grad_(False)
+        drafter = None if drafter is None else drafter.requires_grad_(False)
+        self.drafting = None if drafter is None else Drafting(self.policy, drafter, self.context_window)
         self.drafter_version = version
         self.choice.new_drafter()
 
@@ -110,6 +129,9 @@ class Engine:
         assert not self.running, "the cache is in use"
         self.batch = None
 
+    def take_pieces(self) -> list[FeaturePiece]:
+        return self.stream.take()
+
     # --- schedule -> draft and verify -> commit -----------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -121,197 +143,108 @@ class Engine:
         began, before = time.perf_counter(), self.tokens_committed
         strategy, counts = self._choose(batch)
         B, context = len(batch), int(batch.lengths[: len(batch)].max())
-        noise_BWV = self._noise(batch, strategy.depth + 1)
-        proposals_BD = self._draft(batch, noise_BWV, strategy.depth) if strategy.depth else None
-        drawn = self._verify(batch, proposals_BD, noise_BWV)
-        accepted_B = _count_accepted(drawn.tokens_N.view(B, -1), proposals_BD)
-        finished = self._commit(batch, proposals_BD, drawn, accepted_B)
-        by_position = tuple(int((accepted_B > position).sum()) for position in range(strategy.depth))
+        noise_BEV, proposals = self._draft(batch, strategy)
+        verified, drawn = self._verify(batch, proposals, noise_BEV)
+        accepted = accept(proposals, drawn.tokens_N.view(B, -1).cpu().numpy())
+        if proposals is not None:
+            self._count_drafts(batch, strategy, proposals, accepted)
+        finished = self._commit(batch, verified, drawn, accepted)
+        by_position = tuple(int((accepted.counts_B > position).sum()) for position in range(strategy.depth))
         committed, seconds = self.tokens_committed - before, time.perf_counter() - began
-        facts = StepFacts(strategy, B, context, committed, seconds, 1 + strategy.verify, by_position, counts)
+        width = 1 if proposals is None else proposals.nodes
+        facts = StepFacts(strategy, B, context, committed, seconds, width, by_position, counts)
         self.choice.measured(facts)
-        self.account.add(facts, None if strategy.depth else self._reason())
+        self.account.add(facts, None if proposals is not None else self._reason())
         return finished
+
+    def _schedule(self) -> Batch:
+        if self.batch is None:
+            weight, length = self.policy.embed.weight, self.layout.padded_length(self._positions)
+            # what is proposed and not accepted passes through the ring as well
+            features = max(self.context_window, self.stream.chunk or 0) + 2 * (self.depth + 1)
+            self.batch = Batch(
+                self.policy.config, self.config.max_batch, length, features, weight.dtype, weight.device
+            )  # fmt: skip
+        self.admission.fill(self.batch, self.waiting, self.config.max_batch - len(self.batch))
+        return self.batch
 
     def _choose(self, batch: Batch) -> tuple[Strategy, bool]:
         """The step's strategy, and whether its time says something of it: not if the drafter has to catch up first."""
-        if self.drafter is None:
-            return OFF, True
-        lengths_B = batch.lengths[: len(batch)]
+        B = len(batch)
+        lengths_B = batch.lengths[:B]
         remaining_B = np.array([running.remaining for running in batch.running])
-        strategies = strategies_of(self.config.speculation)
-        available = tuple(each for each in strategies if each.drafter != "ngram" and not each.is_tree)
-        strategy = self.choice.choose(BatchState(len(batch), int(lengths_B.max()), remaining_B, available))
-        behind = int((lengths_B - batch.drafted_lengths[: len(batch)]).max())
-        return strategy, not strategy.depth or behind <= self.depth + 1
+        strategy = self.choice.choose(BatchState(B, int(lengths_B.max()), remaining_B, self._available()))
+        behind = int((lengths_B - batch.drafted_lengths[:B]).max())
+        return strategy, strategy.drafter != "eagle" or behind <= self.depth + 1
+
+    def _available(self) -> tuple[Strategy, ...]:
+        if self.drafting is not None:
+            return self.strategies
+        return tuple(each for each in self.strategies if each.drafter != "eagle")
 
     def _reason(self) -> Reason:
         if self.config.speculation.drafter == "off":
             return "switched_off"
-        return "no_drafter" if self.drafter is None else "not_chosen"
-
-    def _schedule(self) -> Batch:
-        if self.batch is None:
-            length = self.layout.padded_length(self.config.max_context + self.depth + 1)
-            weight = self.policy.embed.weight
-            self.batch = Batch(self.policy.config, self.config.max_batch, length, weight.dtype, weight.device)
-        batch, first = self.batch, len(self.batch)
-        donors = {tuple(running.prompt): row for row, running in enumerate(batch.running)}
-        new: list[tuple[int, ...]] = []
-        copies: list[tuple[int, ...]] = []
-        arriving = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.config.max_batch - first))]
-        # rows to prefill must be consecutive: first those with a prompt nobody has read
-        fresh: list[RolloutRequest] = []
-        siblings: list[RolloutRequest] = []
-        for request in arriving:
-            prompt = tuple(request.prompt.tolist())
-            known = prompt in donors or prompt in new
-            (siblings if known else fresh).append(request)
-            (copies if known else new).append(prompt)
-        for request, prompt in zip(fresh, new, strict=True):
-            donors[prompt] = batch.add(Running(request, list(prompt)))
-        self._prefill(batch, new, first)
-        for request, prompt in zip(siblings, copies, strict=True):
-            batch.copy_prompt(donors[prompt], batch.add(Running(request, list(prompt))))
-        return batch
-
-    def _prefill(self, batch: Batch, prompts: list[tuple[int, ...]], first: int) -> None:
-        if not prompts:
-            return
-        read = [list(prompt[:-1]) for prompt in prompts]
-        features_BWC = prefill_features(self.forward, batch.cache, read, first)
-        width = features_BWC.shape[1]
-        batch.features_RLC[first : first + len(read), :width] = features_BWC
+        return "no_drafter" if self.drafting is None else "not_chosen"
 
     def _noise(self, batch: Batch, width: int) -> Tensor:
-        """[B, W, V]: the noise at the W positions after each row's last committed token."""
+        """[B, width, V]: the noise at the positions after each row's last committed token."""
         B = len(batch)
         positions = (batch.lengths[:B, None] + 1 + np.arange(width)).reshape(-1)
         keys = noise_keys(np.repeat(batch.seeds[:B], width), positions).to(batch.device)
         return gumbel_noise(keys, self.hashes).view(B, width, -1)
 
-    def _draft(self, batch: Batch, noise_BWV: Tensor, depth: int) -> Tensor:
-        assert self.drafter is not None
-        return propose_chain(self.policy, self.drafter, batch, noise_BWV, depth)
+    def _draft(self, batch: Batch, strategy: Strategy) -> tuple[Tensor, Proposals | None]:
+        """-> (noise of all positions that may be drawn [B, E, V], proposals if there are any)."""
+        if strategy.drafter == "ngram":
+            proposals = pad_chains([_continue(running, strategy.depth) for running in batch.running], batch.device)
+            return self._noise(batch, 1 if proposals is None else proposals.nodes), proposals
+        noise_BEV = self._noise(batch, strategy.depth + 1)
+        if strategy.drafter == "off":
+            return noise_BEV, None
+        assert self.drafting is not None
+        if strategy.is_tree:
+            return noise_BEV, propose_tree(self.drafting, batch, noise_BEV, strategy)
+        return noise_BEV, propose_chain(self.drafting, batch, noise_BEV, strategy.depth)
 
-    def _verify(self, batch: Batch, proposals_BD: Tensor | None, noise_BWV: Tensor) -> Draw:
-        """One pass over the last committed token and the proposals -> the policy's draw after each of them."""
-        B, W = noise_BWV.shape[:2]
-        lengths_B = torch.from_numpy(batch.lengths[:B]).to(batch.device)
-        positions_BW = lengths_B.unsqueeze(1) + torch.arange(W, device=batch.device)
-        tokens_BW = batch.tokens_RL[:B].gather(1, lengths_B.unsqueeze(1))
-        if proposals_BD is not None:
-            tokens_BW = torch.cat([tokens_BW, proposals_BD], 1)
-        hidden_PC = self.forward.hidden(batch.cache, tokens_BW, positions_BW, int(batch.lengths[:B].max()) + W)
-        slots_N = (torch.arange(B, device=batch.device).unsqueeze(1) * batch.cache.length + positions_BW).flatten()
-        batch.features_RLC.flatten(0, 1).index_copy_(0, slots_N, hidden_PC[: B * W])
-        logits_NV = self.forward.logits(hidden_PC)[: B * W]
-        return draw(logits_NV, noise_BWV.flatten(0, 1), batch.sampling(W))
+    def _verify(self, batch: Batch, proposals: Proposals | None, noise_BEV: Tensor) -> tuple[Verified, Draw]:
+        """One pass -> the policy's draw after each node."""
+        verified = verify(self.forward, batch, proposals, exact=self.claim == "exact")
+        noise_NV = noise_BEV.flatten(0, 1)
+        if proposals is not None and proposals.tree is not None:
+            B, E = noise_BEV.shape[:2]
+            places_BW = proposals.tree.depths_BW + np.arange(B)[:, None] * E
+            noise_NV = noise_NV.index_select(0, torch.from_numpy(places_BW.reshape(-1)).to(batch.device))
+        W = 1 if proposals is None else proposals.nodes
+        return verified, draw(verified.logits_NV, noise_NV, batch.sampling(W))
 
-    def _commit(
-        self, batch: Batch, proposals_BD: Tensor | None, drawn: Draw, accepted_B: NDArray[np.int64]
-    ) -> list[Finished]:
-        """Keeps the accepted proposals of each row, plus the draw after them."""
-        B = len(batch)
-        tokens_BW = drawn.tokens_N.view(B, -1)
-        W = tokens_BW.shape[1]
-        accepted = accepted_B.tolist()
-        starts_B = torch.from_numpy(batch.lengths[:B] + 1).to(batch.device)
-        batch.tokens_RL[:B].scatter_(1, starts_B.unsqueeze(1) + torch.arange(W, device=batch.device), tokens_BW)
-        columns = (
-            tokens_BW.tolist(),
-            drawn.logprobs_N.view(B, W).tolist(),
-            drawn.policy_logprobs_N.view(B, W).tolist(),
-        )
+    def _count_drafts(self, batch: Batch, strategy: Strategy, proposals: Proposals, accepted: Accepted) -> None:
+        version = self.drafter_version if strategy.drafter == "eagle" else None
+        counts = zip(proposals.counts_B.tolist(), accepted.counts_B.tolist(), strict=True)
+        for running, (proposed, kept) in zip(batch.running, counts, strict=True):
+            running.count_draft(proposed, kept, proposals.depth, version)
+
+    def _commit(self, batch: Batch, verified: Verified, drawn: Draw, accepted: Accepted) -> list[Finished]:
+        """Keeps the draws along each row's accepted path: the accepted proposals and the one after them."""
+        kept = store(batch, verified, drawn, accepted)
         finished = []
-        for row in range(B - 1, -1, -1):
+        for row in range(len(batch) - 1, -1, -1):
             running = batch.running[row]
-            if proposals_BD is not None:
-                self._count_draft(running, accepted[row], W - 1)
-            end = self._extend(running, accepted[row] + 1, *(column[row] for column in columns))
+            before = len(running.tokens)
+            end = running.extend(*kept.row(row, int(accepted.counts_B[row]) + 1), self.tokenizer)
+            self.tokens_committed += len(running.tokens) - before
             batch.lengths[row] = len(running.prompt) + len(running.tokens) - 1
-            self._stream(batch, row, last=end is not None)
+            self.stream.advance(batch, row, last=end is not None)
             if end is not None:
-                finished.append(self._finish(running, end))
+                finished.append(running.finish(end))
                 batch.remove(row)
         return finished
 
-    def _count_draft(self, running: Running, accepted: int, depth: int) -> None:
-        running.drafts += 1
-        running.drafted += depth
-        missing = depth - len(running.accepted_by_position)
-        running.accepted_by_position.extend([0] * max(missing, 0))
-        for position in range(accepted):
-            running.accepted_by_position[position] += 1
-        if self.drafter_version not in running.drafter_versions:
-            running.drafter_versions.append(self.drafter_version)
 
-    def _extend(
-        self,
-        running: Running,
-        count: int,
-        tokens: list[int],
-        logprobs: list[float],
-        policy_logprobs: list[float],
-    ) -> FinishReason | None:
-        """Appends up to `count` tokens, no further than where the answer ends; -> why it ended."""
-        running.decode_steps += 1
-        before = len(running.tokens)
-        kept, end = find_end(running.tokens, tokens[:count], running.request.sampling, self.tokenizer)
-        running.tokens += tokens[:kept]
-        running.logprobs += logprobs[:kept]
-        running.policy_logprobs += policy_logprobs[:kept]
-        self.tokens_committed += len(running.tokens) - before
-        return end
-
-    def _stream(self, batch: Batch, row: int, last: bool) -> None:
-        """Copies features out once a chunk is full, or at the answer's end."""
-        running, length = batch.running[row], int(batch.lengths[row])
-        start = running.streamed
-        if self.feature_chunk is None or (length - start < self.feature_chunk and not last) or length == start:
-            return
-        # the piece's last feature predicts the token after it: that one goes along in the next piece's first pair
-        self.pieces.append(
-            FeaturePiece(
-                request=running.request,
-                start=start,
-                tokens_T=batch.tokens_RL[row, start:length].clone(),
-                features_TC=batch.features_RLC[row, start:length].clone(),
-                answer_from=max(len(running.prompt), start),
-            )
-        )
-        running.streamed = length
-
-    def take_pieces(self) -> list[FeaturePiece]:
-        taken, self.pieces = self.pieces, []
-        return taken
-
-    def _finish(self, running: Running, reason: FinishReason) -> Finished:
-        stats = DraftStats(
-            drafts=running.drafts,
-            drafted=running.drafted,
-            accepted=sum(running.accepted_by_position),
-            accepted_by_position=tuple(running.accepted_by_position),
-            decode_steps=running.decode_steps,
-            drafter_versions=tuple(running.drafter_versions),
-        )
-        return Finished(
-            running.request,
-            running.tokens,
-            running.logprobs,
-            running.policy_logprobs,
-            reason,
-            stats,
-            running.started_at,
-        )
-
-
-def _count_accepted(tokens_BW: Tensor, proposals_BD: Tensor | None) -> NDArray[np.int64]:
-    """[B]: the length of the longest prefix of proposals that equal the draws."""
-    if proposals_BD is None:
-        return np.zeros(len(tokens_BW), np.int64)
-    matches_BD = tokens_BW[:, :-1] == proposals_BD
-    return matches_BD.long().cumprod(1).sum(1).cpu().numpy()
+def _continue(running: Running, depth: int) -> list[int]:
+    """The n-gram drafter's proposal: no longer than what the answer may still get."""
+    assert running.text is not None
+    return running.text.propose(min(depth, running.remaining - 1))
 
 
 def decode_all(engine: Engine, requests: list[RolloutRequest]) -> list[Finished]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tlt_pipeline.engine.cache import KVCache, attend_to
 from tlt_pipeline.engine.layout import Layout
-from tlt_pipeline.models.decoder import Decoder, Ops
+from tlt_pipeline.models.decoder import Attend, Decoder, Ops
 
 PREFILL_WIDTH = 128
 """Tokens of a prompt that are read in one pass: bounds the attention mask, and reaches the kernels that were tried."""
@@ -28,7 +28,10 @@ class Forward:
         self, cache: KVCache, tokens_BW: Tensor, positions_BW: Tensor, longest: int, first_row: int = 0
     ) -> Tensor:
         """Reads tokens at their positions -> features before the final norm [P, C]; the first B * W rows count."""
-        attend = attend_to(cache, positions_BW, longest, self.layout, first_row)
+        return self.read(tokens_BW, positions_BW, attend_to(cache, positions_BW, longest, self.layout, first_row))
+
+    def read(self, tokens_BW: Tensor, positions_BW: Tensor, attend: Attend) -> Tensor:
+        """The same, with an attention that knows where the tokens go."""
         padding = self.layout.linear.padded(tokens_BW.numel()) - tokens_BW.numel()
         tokens, positions = tokens_BW.flatten(), positions_BW.flatten()
         if padding:

@@ -42,14 +42,14 @@ def draw(logits_NV: Tensor, noise_NV: Tensor, sampling: RowSampling) -> Draw:
     if sampling.top_k_N is not None and sampling.top_p_N is not None:
         kept_NV = filter_logits(scaled_NV, sampling.top_k_N, sampling.top_p_N)
         normalizer_N = torch.logsumexp(kept_NV, -1)
-    tokens_N = perturbed_argmax(kept_NV, noise_NV, sampling.noise_scale_N1)
+    tokens_N = perturbed(kept_NV, noise_NV, sampling.noise_scale_N1).argmax(-1)
     drawn_N = scaled_NV.gather(-1, tokens_N.unsqueeze(-1)).squeeze(-1)
     return Draw(tokens_N, drawn_N - normalizer_N, drawn_N - policy_normalizer_N)
 
 
-def perturbed_argmax(scaled_NV: Tensor, noise_NV: Tensor, noise_scale_N1: Tensor) -> Tensor:
-    """argmax(logits / T + g) -> int64 [N]. The drafter proposes by the same rule with its own logits."""
-    return torch.addcmul(scaled_NV, noise_NV.to(scaled_NV.dtype), noise_scale_N1.to(scaled_NV.dtype)).argmax(-1)
+def perturbed(scaled_NV: Tensor, noise_NV: Tensor, noise_scale_N1: Tensor) -> Tensor:
+    """logits / T + g [N, V]; its argmax is the draw. The drafter proposes by the same rule with its own logits."""
+    return torch.addcmul(scaled_NV, noise_NV.to(scaled_NV.dtype), noise_scale_N1.to(scaled_NV.dtype))
 
 
 def filter_logits(scaled_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:

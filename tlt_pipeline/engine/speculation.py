@@ -1,10 +1,13 @@
-"""Chain drafting with the EAGLE drafter (arXiv 2401.15077), on the policy's own noise (arXiv 2408.07978).
+"""Drafting with the EAGLE drafter (arXiv 2401.15077), on the policy's own noise (arXiv 2408.07978).
 
-The drafter needn't be exact to the bit: whatever it proposes, the policy's draw decides.
-Shapes: B = rows, D = depth, S = pairs to catch up or steps to draft, C = hidden size, V = vocabulary.
+The drafter needn't be exact to the bit: whatever it proposes, the policy's draw decides. It looks back at most
+`window` positions, which also bounds what it has to read when it is turned on in mid-answer.
+Shapes: B = rows, D = depth, S = pairs to catch up or steps to draft, C = hidden size, V = vocabulary, L = cache length.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,54 +15,101 @@ from torch import Tensor
 
 from tlt_pipeline.engine.batch import Batch
 from tlt_pipeline.engine.cache import KVCache, attend_in_steps, attend_to
-from tlt_pipeline.engine.sampling import perturbed_argmax
-from tlt_pipeline.models.decoder import Decoder, Ops
+from tlt_pipeline.engine.forward import PREFILL_WIDTH
+from tlt_pipeline.engine.proposals import Ints, Proposals, chain_proposals
+from tlt_pipeline.engine.sampling import perturbed
+from tlt_pipeline.models.decoder import Attend, Decoder, Ops
 from tlt_pipeline.models.drafter import EagleDrafter
 
 
-def propose_chain(policy: Decoder, drafter: EagleDrafter, batch: Batch, noise_BWV: Tensor, depth: int) -> Tensor:
-    """Proposes `depth` tokens a row after its last committed one -> int64 [B, D]. noise_BWV: the policy's noise at
-    the positions to draw. Catches the drafter's cache up with what was committed since it last ran."""
-    cache = _drafter_cache(drafter, batch)
-    sampling = batch.sampling(1)
-    feature_BC = _catch_up(policy, drafter, cache, batch)
-    lengths_B = batch.lengths[: len(batch)]
+@dataclass(frozen=True)
+class Drafting:
+    """A drafter beside its policy. `window`: positions that it looks back at."""
+
+    policy: Decoder
+    drafter: EagleDrafter
+    window: int
+
+    def features(self, tokens_N: Tensor, features_NC: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+        """Pairs (token p + 1, feature of token p) at positions p -> the predicted features of tokens p + 1 [N, C]."""
+        return self.drafter(self.policy.embed(tokens_N), features_NC, positions_N, Ops(attend))
+
+    def scores(self, feature_NC: Tensor, noise_NV: Tensor, inverse_temperature_N1: Tensor, scale_N1: Tensor) -> Tensor:
+        """logits / T + noise of the token that each feature predicts [N, V]."""
+        return perturbed(self.policy.logits(feature_NC).to(noise_NV.dtype) * inverse_temperature_N1, noise_NV, scale_N1)
+
+    def cache(self, batch: Batch) -> KVCache:
+        if batch.drafter_cache is None:
+            batch.drafter_cache = KVCache(
+                self.drafter.config, len(batch.seeds), batch.cache.length, batch.dtype, batch.device
+            )
+            batch.drafted_lengths[:] = batch.drafted_starts[:] = 0
+        return batch.drafter_cache
+
+    def since(self, batch: Batch, rows: slice, positions_BS: Ints) -> Tensor | None:
+        """The first position that each may look at; None: all of them."""
+        since_BS = np.maximum(batch.drafted_starts[rows, None], positions_BS - self.window + 1)
+        return torch.from_numpy(since_BS).to(batch.device) if (since_BS > 0).any() else None
+
+
+def propose_chain(drafting: Drafting, batch: Batch, noise_BWV: Tensor, depth: int) -> Proposals:
+    """Proposes `depth` tokens a row after its last committed one. noise_BWV: the policy's noise at the positions to
+    draw."""
+    feature_BC, cache, sampling = catch_up(drafting, batch), drafting.cache(batch), batch.sampling(1)
+    B = len(batch)
     # the last proposal is not read any more
-    positions_BS = torch.from_numpy(lengths_B[:, None] + np.arange(depth - 1)).to(batch.device)
-    attends = attend_in_steps(cache, positions_BS, int(lengths_B.max()) + depth - 1) if depth > 1 else []
+    positions_BS = batch.lengths[:B, None] + np.arange(depth - 1)
+    longest = int(batch.lengths[:B].max()) + depth - 1
+    on_device_BS = torch.from_numpy(positions_BS).to(batch.device)
+    since_BS = drafting.since(batch, slice(B), positions_BS)
+    attends = attend_in_steps(cache, on_device_BS, longest, since_BS) if depth > 1 else []
     proposals: list[Tensor] = []
     for step in range(depth):
         if step:
-            ops = Ops(attends[step - 1])
-            feature_BC = drafter(policy.embed(proposals[-1]), feature_BC, positions_BS[:, step - 1], ops)
-        scaled_BV = policy.logits(feature_BC).to(noise_BWV.dtype) * sampling.inverse_temperature_N1
-        proposals.append(perturbed_argmax(scaled_BV, noise_BWV[:, step], sampling.noise_scale_N1))
-    return torch.stack(proposals, 1)
+            feature_BC = drafting.features(proposals[-1], feature_BC, on_device_BS[:, step - 1], attends[step - 1])
+        columns = sampling.inverse_temperature_N1, sampling.noise_scale_N1
+        proposals.append(drafting.scores(feature_BC, noise_BWV[:, step], *columns).argmax(-1))
+    return chain_proposals(torch.stack(proposals, 1))
 
 
-def _drafter_cache(drafter: EagleDrafter, batch: Batch) -> KVCache:
-    if batch.drafter_cache is None:
-        rows, length = batch.tokens_RL.shape
-        batch.drafter_cache = KVCache(drafter.config, rows, length, batch.dtype, batch.device)
-        batch.drafted_lengths[:] = 0
-    return batch.drafter_cache
-
-
-def _catch_up(policy: Decoder, drafter: EagleDrafter, cache: KVCache, batch: Batch) -> Tensor:
-    """Reads the pairs (embedding of token p+1, feature of token p) for every p that was committed since -> the
-    predicted feature of the last committed token [B, C]. Shorter rows repeat their last pair, which rewrites the
-    same values at the same place."""
+def catch_up(drafting: Drafting, batch: Batch) -> Tensor:
+    """Reads what was committed since the drafter last ran, no further back than its window -> the predicted feature
+    after the last committed token [B, C]."""
     B = len(batch)
-    start, end = batch.drafted_lengths[:B], batch.lengths[:B]
-    counts = end - start
-    offsets = np.minimum(np.arange(counts.max())[None, :], counts[:, None] - 1)
-    positions_BS = torch.from_numpy(start[:, None] + offsets).to(batch.device)
-    next_BS = batch.tokens_RL[:B].gather(1, positions_BS + 1)
-    rows_B1 = torch.arange(B, device=batch.device).unsqueeze(1)
-    features_BSC = batch.features_RLC[rows_B1, positions_BS]
-    attend = attend_to(cache, positions_BS, int(end.max()))
-    positions_N = positions_BS.flatten()
-    predicted_NC = drafter(policy.embed(next_BS.flatten()), features_BSC.flatten(0, 1), positions_N, Ops(attend))
-    batch.drafted_lengths[:B] = end
-    last_B = torch.from_numpy(counts - 1).to(batch.device)
-    return predicted_NC.view(B, -1, predicted_NC.shape[-1])[rows_B1.squeeze(1), last_B]
+    oldest_B = batch.lengths[:B] - drafting.window
+    skipped_B = batch.drafted_lengths[:B] < oldest_B
+    batch.drafted_lengths[:B][skipped_B] = oldest_B[skipped_B]
+    batch.drafted_starts[:B][skipped_B] = oldest_B[skipped_B]
+    behind_B = batch.lengths[:B] - batch.drafted_lengths[:B]
+    # rows that are far behind the others read up to there alone, so that the others don't wait for them
+    for row in np.flatnonzero(behind_B > 2 * behind_B.mean() + PREFILL_WIDTH // 4):
+        _read(drafting, batch, int(row), 1, batch.lengths[row : row + 1] - 1)
+    return _read(drafting, batch, 0, B, batch.lengths[:B])
+
+
+def _read(drafting: Drafting, batch: Batch, first: int, count: int, ends_B: Ints) -> Tensor:
+    """Reads the pairs up to `ends_B` in passes of bounded width -> the last predicted feature of each row [B, C]."""
+    while True:
+        start_B = batch.drafted_lengths[first : first + count]
+        until_B = np.minimum(ends_B, start_B + PREFILL_WIDTH)
+        last_BC = _read_pass(drafting, batch, first, start_B, until_B)
+        batch.drafted_lengths[first : first + count] = until_B
+        if (until_B == ends_B).all():
+            return last_BC
+        # who is done repeats the last pair
+        batch.drafted_lengths[first : first + count] -= until_B == ends_B
+
+
+def _read_pass(drafting: Drafting, batch: Batch, first: int, start_B: Ints, end_B: Ints) -> Tensor:
+    """Shorter rows repeat their last pair, which rewrites the same values at the same place."""
+    counts_B, rows = end_B - start_B, slice(first, first + len(start_B))
+    offsets_BS = np.minimum(np.arange(counts_B.max())[None, :], counts_B[:, None] - 1)
+    places_BS = start_B[:, None] + offsets_BS
+    positions_BS = torch.from_numpy(places_BS).to(batch.device)
+    tokens_BS = batch.tokens_RL[rows].gather(1, positions_BS + 1)
+    features_NC = batch.features.gather(first, positions_BS)
+    since_BS = drafting.since(batch, rows, places_BS)
+    attend = attend_to(drafting.cache(batch), positions_BS, int(end_B.max()), first_row=first, since_BW=since_BS)
+    predicted_NC = drafting.features(tokens_BS.flatten(), features_NC, positions_BS.flatten(), attend)
+    lasts_B = torch.arange(len(counts_B)) * positions_BS.shape[1] + torch.from_numpy(counts_B - 1)
+    return predicted_NC.index_select(0, lasts_B.to(batch.device))
