@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import torch
 
 from tlt_pipeline.config import EngineConfig, SpeculationConfig
 from tlt_pipeline.engine.engine import Engine
+from tlt_pipeline.engine.strategies import BatchState, StepFacts, Strategy
 from tlt_pipeline.messages import Array, RolloutRequest, Sampling
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig, initialize
 from tlt_pipeline.models.drafter import EagleDrafter, drafter_from_policy
@@ -54,10 +57,27 @@ def engine(
     speculate_up_to: int = 8,
     choice: str = "fixed",
     exact: str = "on",
+    context_window: int = 1024,
 ) -> Engine:
     speculation = SpeculationConfig(depth=depth, max_batch=speculate_up_to, choice=choice)  # type: ignore[arg-type]
     config = EngineConfig(max_batch=batch, max_context=200, exact=exact, speculation=speculation)  # type: ignore[arg-type]
-    return Engine(model, 0, tokenizer(), config, feature_chunk=16)
+    return Engine(model, 0, tokenizer(), config, feature_chunk=16, context_window=context_window)
+
+
+class Shuffled:
+    """Any strategy at any step."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+
+    def choose(self, state: BatchState) -> Strategy:
+        return self._random.choice(state.available)
+
+    def measured(self, facts: StepFacts) -> None:
+        pass
+
+    def new_drafter(self) -> None:
+        pass
 
 
 def request(number: int, **sampling: object) -> RolloutRequest:

@@ -14,6 +14,7 @@ from tlt_pipeline.engine.forward import Forward
 from tlt_pipeline.engine.invariance import decide_exactness, is_batch_invariant
 from tlt_pipeline.engine.layout import PLAIN, Layout, exact_layouts
 from tlt_pipeline.engine.results import Finished
+from tlt_pipeline.engine.strategies import Fixed, parse_strategy
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 REQUESTS = [cases.request(number) for number in range(9)]
@@ -74,20 +75,55 @@ def test_drafters_swapped_and_switched_off_in_mid_answer_change_nothing():
     assert max(map(len, versions)) > 2, "answers record every drafter version they used"
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", cases.FAMILIES)
+@pytest.mark.parametrize("strategy", ["ngram-4", "eagle-4", "eagle-3x3x8", "eagle-5x4x16", "mixed"])
+def test_strategies_change_no_bit(strategy, family, dtype):
+    model = cases.policy(family, dtype)
+    engine = cases.engine(model, batch=5)
+    engine.set_drafter(cases.drafter(model), 1)
+    engine.choice = cases.Shuffled(seed=3) if strategy == "mixed" else Fixed(parse_strategy(strategy))
+    finished = decode_all(engine, REQUESTS)
+    assert engine.claim == "exact"
+    assert answers(finished) == alone(model)
+    assert sum(done.draft.accepted for done in finished) > 0, "proposals were accepted, or this showed nothing"
+
+
+@pytest.mark.parametrize("strategy", ["eagle-4", "eagle-5x4x16", "mixed"])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.6, "top_k": 9, "top_p": 0.9}])
+def test_greedy_and_filtered_trees_change_no_bit(strategy, sampling):
+    model = cases.policy()
+    requests = [cases.request(number, **sampling) for number in range(6)]
+    engine = cases.engine(model, batch=6)
+    engine.set_drafter(cases.drafter(model), 1)
+    engine.choice = cases.Shuffled(seed=5) if strategy == "mixed" else Fixed(parse_strategy(strategy))
+    assert answers(decode_all(engine, requests)) == answers(decode_all(cases.engine(model, batch=2), requests))
+
+
+def test_trees_without_exactness_write_the_same_text_in_float64():
+    model = cases.policy(dtype=torch.float64)
+    expected = {name: tokens for name, (tokens, _) in alone(model).items()}
+    for strategy in ("eagle-3x3x8", "eagle-5x4x16", "mixed"):
+        engine = cases.engine(model, batch=5, exact="off")
+        engine.set_drafter(cases.drafter(model), 1)
+        engine.choice = cases.Shuffled(seed=6) if strategy == "mixed" else Fixed(parse_strategy(strategy))
+        assert {done.request.request_id: done.tokens for done in decode_all(engine, REQUESTS)} == expected
+
+
+def test_a_drafter_with_a_short_memory_changes_no_bit():
+    model = cases.policy()
+    expected = alone(model)
+    for window in (1, 7, 40):
+        engine = cases.engine(model, batch=4, context_window=window)
+        engine.set_drafter(cases.drafter(model), 1)
+        engine.choice = cases.Shuffled(seed=window)
+        assert answers(decode_all(engine, REQUESTS)) == expected
+
+
 @pytest.mark.parametrize("choice", ["goodput", "beg_mab"])
 def test_timing_decides_about_speculation_and_changes_nothing(choice):
     model = cases.policy()
     engine = cases.engine(model, batch=4, choice=choice)
-    engine.set_drafter(cases.drafter(model), 1)
-    assert answers(decode_all(engine, REQUESTS)) == alone(model)
-
-
-def test_random_switching_changes_nothing(monkeypatch):
-    model = cases.policy()
-    choices = random.Random(4)
-    engine = cases.engine(model, batch=4, depth=5, choice="beg_mab")
-    strategies = engine.choice.strategies
-    monkeypatch.setattr(engine.choice, "choose", lambda *_: choices.choice(strategies))
     engine.set_drafter(cases.drafter(model), 1)
     assert answers(decode_all(engine, REQUESTS)) == alone(model)
 
