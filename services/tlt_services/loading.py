@@ -21,7 +21,15 @@ def build_engine(actor: Actor, store: WeightStore, tokenizer: Tokenizer, version
     policy = store.load_policy(version, dtype=choose_dtype(config.engine.dtype, device), device=device)
     training = config.drafter.train.enabled and config.engine.speculation.drafter == "eagle"
     chunk = config.hidden_states.chunk_tokens if training else None
-    return Engine(policy, version, tokenizer, config.engine, feature_chunk=chunk)
+    return Engine(
+        policy,
+        version,
+        tokenizer,
+        config.engine,
+        feature_chunk=chunk,
+        context_window=config.drafter.context_window,
+        seed=config.seed + (actor.slot or 0),
+    )
 
 
 class Loading:
@@ -34,8 +42,13 @@ class Loading:
         self._loading = asyncio.Lock()
 
     async def load_first_drafter(self) -> None:
-        """A drafter that was asked for and isn't there is waited for, never silently done without."""
-        if self.actor.config.engine.speculation.drafter == "off":
+        """A drafter that was asked for and isn't there is waited for, or, where there are n-gram proposals until it comes,
+        that is said: it is never silently done without."""
+        speculation = self.actor.config.engine.speculation
+        if speculation.drafter != "eagle":
+            return
+        if speculation.ngram_depths and await self.actor.bus.latest("drafter") is None:
+            self.actor.log.warning("no drafter version yet: n-gram proposals until one is published")
             return
         published = await self.actor.wait_for(
             "the first drafter version (is drafter-trainer --slot 0 running?)",
