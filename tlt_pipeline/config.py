@@ -306,6 +306,10 @@ class RunConfig(Section):
     telemetry: TelemetryConfig = TelemetryConfig()
     sft: SFTConfig | None = None
 
+    @property
+    def trains_drafter(self) -> bool:
+        return self.drafter.train.enabled and self.engine.speculation.drafter == "eagle"
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.rollout.max_new_tokens >= self.engine.max_context:

@@ -19,8 +19,7 @@ def build_engine(actor: Actor, store: WeightStore, tokenizer: Tokenizer, version
     config = actor.config
     device = choose_device(config.engine.device)
     policy = store.load_policy(version, dtype=choose_dtype(config.engine.dtype, device), device=device)
-    training = config.drafter.train.enabled and config.engine.speculation.drafter == "eagle"
-    chunk = config.hidden_states.chunk_tokens if training else None
+    chunk = config.hidden_states.chunk_tokens if config.trains_drafter else None
     return Engine(
         policy,
         version,
@@ -95,7 +94,7 @@ class Loading:
         self.actor.gauges["policy_version"] = version
 
     async def load_drafter(self, published: WeightsPublished) -> None:
-        if self.actor.config.engine.speculation.drafter == "off":
+        if self.actor.config.engine.speculation.drafter != "eagle":
             return
         policy = self.engine.engine.policy
         weight = policy.embed.weight

@@ -82,9 +82,11 @@ class Child:
 
 
 def services_of(config: RunConfig) -> list[Service]:
-    """The scheduler first: it is what the others wait for."""
+    """The scheduler first: it is what the others wait for. A drafter that isn't trained is published by its trainer all
+    the same."""
     slots = range(config.slots.count)
-    trainers = [Service("drafter-trainer", slot) for slot in slots] if config.drafter.train.enabled else []
+    drafting = config.engine.speculation.drafter == "eagle"
+    trainers = [Service("drafter-trainer", slot) for slot in slots] if drafting else []
     return [
         Service("scheduler"),
         *(Service("rollout", slot) for slot in slots),

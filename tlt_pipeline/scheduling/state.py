@@ -54,7 +54,7 @@ class Settings:
             slots=config.slots.count,
             max_staleness=config.max_staleness,
             colocated=config.learner.colocated,
-            train_drafter=config.drafter.train.enabled and config.engine.speculation.drafter == "eagle",
+            train_drafter=config.trains_drafter,
             deadline_s=config.slots.preempt_deadline_s,
             worker_timeout_s=config.limits.worker_timeout_s,
             retry_s=config.limits.heartbeat_s,
