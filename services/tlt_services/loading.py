@@ -41,7 +41,7 @@ class Loading:
         self._loading = asyncio.Lock()
 
     async def load_first_drafter(self) -> None:
-        """A drafter that was asked for and isn't there is waited for, or, where there are n-gram proposals until it comes,
+        """A drafter that was asked for and isn't there is waited for; where n-gram proposals stand in until it comes,
         that is said: it is never silently done without."""
         speculation = self.actor.config.engine.speculation
         if speculation.drafter != "eagle":
