@@ -27,19 +27,20 @@ def gumbel_table(device: torch.device) -> tuple[Tensor, Tensor]:
     edges = np.arange(SEGMENTS + 1, dtype=np.uint64) << SHIFT
     low, high = (edges[part].astype(np.uint32).view(np.float32) for part in (slice(-1), slice(1, None)))
     used = (np.abs(low) >= 1) & (np.abs(low) <= 2.0**31)
-    low, high = low[used].astype(np.float64), high[used].astype(np.float64)
+    # in the widest float there is, so that no library's last bits survive the rounding to float32
+    low, high = low[used].astype(np.longdouble), high[used].astype(np.longdouble)
     b = (_quantile(high) - _quantile(low)) / (high - low)
     middle = (low + high) / 2
     # halfway between the chord and the parallel tangent, where the largest error is the smallest
     a = (_quantile(low) - b * low + _quantile(middle) - b * middle) / 2
     tables = np.zeros((2, SEGMENTS), np.float32)
     tables[0, used], tables[1, used] = a, b
-    tables[0, 0] = _quantile(np.zeros(1))[0]
+    tables[0, 0] = _quantile(np.zeros(1, np.longdouble))[0]
     a_S, b_S = torch.from_numpy(tables).to(device)
     return a_S, b_S
 
 
-def _quantile(x: NDArray[np.float64]) -> NDArray[np.float64]:
+def _quantile(x: NDArray[np.longdouble]) -> NDArray[np.longdouble]:
     """-log of an exponential variate whose quantile is x's."""
     upper = x < 0
     u = (np.abs(x) + np.where(upper, -0.5, 0.5)) * 2.0**-32

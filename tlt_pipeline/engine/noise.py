@@ -56,21 +56,21 @@ def _xor_shift(x: Tensor, bits: int) -> Tensor:
 def gumbel_noise(keys: Tensor, hashes: Tensor) -> Tensor:
     """keys int32 [N, 2], hashes int32 [V] -> standard Gumbel noise, float32 [N, V], always finite. Its bits are the
     same on every device: the hash is integer arithmetic, and the rest as `gumbel_table` says."""
+    table = gumbel_table(keys.device)
     rows = max(1, _CHUNK // len(hashes))
     if len(keys) <= rows or keys.is_cuda:
-        return _noise(keys, hashes)
+        return _noise(keys, hashes, *table)
     noise_NV = torch.empty(len(keys), len(hashes))
     for part_keys, part in zip(keys.split(rows), noise_NV.split(rows), strict=True):
-        _noise(part_keys, hashes, out=part)
+        _noise(part_keys, hashes, *table, out=part)
     return noise_NV
 
 
-def _noise(keys: Tensor, hashes: Tensor, out: Tensor | None = None) -> Tensor:
+def _noise(keys: Tensor, hashes: Tensor, offsets: Tensor, slopes: Tensor, out: Tensor | None = None) -> Tensor:
     """The hash is "lowbias32" without its last step, which leaves the high bits as they are."""
     x = hashes + keys[:, :1]
     _xor_shift(x, 16).mul_(_HASH_A).bitwise_xor_(keys[:, 1:])
     x = _xor_shift(x, 15).mul_(_signed(_HASH_B)).to(torch.float32)
     segments = (x.view(torch.int32) >> SHIFT).bitwise_and_(SEGMENTS - 1).view(-1)
-    a, b = gumbel_table(keys.device)
-    slope, offset = torch.index_select(b, 0, segments), torch.index_select(a, 0, segments)
+    slope, offset = torch.index_select(slopes, 0, segments), torch.index_select(offsets, 0, segments)
     return torch.add(slope.view_as(x).mul_(x), offset.view_as(x), out=out)

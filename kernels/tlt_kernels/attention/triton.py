@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tlt_kernels.gateway import Launch, dot, jit, next_power_of_2, tl
 
-BLOCK = 64
+BLOCK, WARPS = 64, 8
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -92,7 +92,7 @@ def prepare(
         "BLOCK": BLOCK,
         "HAS_PATHS": paths_NP is not None,
     }
-    return Launch(attention_kernel, (N, K), pointers | numbers, constants), out_NHD
+    return Launch(attention_kernel, (N, K), pointers | numbers, constants, WARPS), out_NHD
 
 
 def attention(

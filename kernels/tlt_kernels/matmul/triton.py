@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tlt_kernels.gateway import Launch, dot, jit, tl
 
-ROWS, OUTPUTS, INPUTS = 16, 64, 64
+ROWS, OUTPUTS, INPUTS, WARPS = 16, 64, 64, 8
 """A tile. 16 rows are the least that tensor cores take, and about what decoding brings."""
 
 
@@ -41,7 +41,7 @@ def prepare(x_NC: Tensor, weight_FC: Tensor, bias_F: Tensor | None = None) -> tu
     pointers = {"x": x_NC, "weight": weight_FC, "bias": out_NF if bias_F is None else bias_F, "out": out_NF}
     numbers = {"row_stride": x_NC.stride(0), "N": N, "F": F, "C": C}
     constants = {"ROWS": ROWS, "OUTPUTS": OUTPUTS, "INPUTS": INPUTS, "HAS_BIAS": bias_F is not None}
-    return Launch(linear_kernel, (-(-F // OUTPUTS), -(-N // ROWS)), pointers | numbers, constants), out_NF
+    return Launch(linear_kernel, (-(-F // OUTPUTS), -(-N // ROWS)), pointers | numbers, constants, WARPS), out_NF
 
 
 def linear(x_NC: Tensor, weight_FC: Tensor, bias_F: Tensor | None = None) -> Tensor:
