@@ -89,7 +89,7 @@ def main() -> None:
         for capability in CAPABILITIES:
             usage = usage_of(launch.compile(capability))
             line = f"{launch.warps:5}  {usage.registers:9}  {usage.spilled:13}  {usage.shared:12}"
-            sys.stdout.write(f"{name:16}  {capability}  {line}\n")
+            sys.stdout.write(f"{name:17} {capability}  {line}\n")
 
 
 if __name__ == "__main__":

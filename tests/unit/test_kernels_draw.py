@@ -16,7 +16,7 @@ UNFILTERED = [case for case in DRAWS if case.top_k is None]
 
 
 @on_every_device
-@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (3, 64), (5, 3001), (2, 151_936)])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 1), (3, 64), (5, 3001), (1, 151_936)])
 def test_noise_has_the_same_bits(device: str, rows: int, vocab: int):
     keys = noise_keys(np.arange(rows, dtype=np.uint64), np.arange(rows) + 5)
     noise = dispatch.gumbel_noise(keys.to(device), token_hashes(vocab, device), path="triton")
