@@ -28,6 +28,11 @@ def test_noise_does_not_depend_on_its_neighbours():
     assert torch.equal(whole[:, :10], noise([1, 2, 2**62], [5, 5, 70_000], 10))
 
 
+def test_noise_computed_in_parts_is_the_same():
+    seeds, vocab = np.arange(5), 50_000
+    assert torch.equal(noise(seeds, seeds, vocab), torch.cat([noise([seed], [seed], vocab) for seed in seeds]))
+
+
 def test_noise_is_standard_gumbel_and_finite():
     values = noise(np.arange(8000), np.arange(8000) % 7, 500).double()
     assert torch.isfinite(values).all()

@@ -20,7 +20,7 @@ _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _TOKEN_STEP = 0x9E3779B1
 _HASH_A, _HASH_B = 0x7FEB352D, 0x846CA68B  # the "lowbias32" multipliers
 
-_CHUNK = 1 << 16
+_CHUNK = 1 << 17
 """Values computed at once on a CPU: what is in between stays in its cache."""
 
 
