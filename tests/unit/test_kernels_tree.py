@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.unit.kernel_cases import on_every_device
 from tlt_kernels import dispatch
 from tlt_kernels.dispatch import Path as KernelPath
+from tlt_pipeline.engine.proposals import Proposals, Tree, accept
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data/tree_verify_greedy.json").read_text())["cases"]
 both_paths = pytest.mark.parametrize("path", ["reference", "triton"])
@@ -70,6 +71,18 @@ def test_random_trees(device: str, path: KernelPath, nodes: int):
         expected, bonus = walk(proposals, parents, draws)
         assert accepted.nodes_BN[row].tolist() == expected + [-1] * (nodes - len(expected))
         assert (int(accepted.counts_B[row]), int(accepted.bonus_B[row])) == (len(expected), bonus)
+
+
+@on_every_device
+def test_the_engine_accepts_the_same(device: str):
+    proposals, parents, draws = (part[1::3] for part in random_trees(24, 16, seed=1))  # rows with all their nodes
+    tree = Tree.of(parents.numpy().astype(np.int64))
+    expected = accept(Proposals(proposals, int(tree.depths_BW.max()), np.full(8, 16), tree), draws.numpy())
+    assert expected.counts_B.max() >= 3
+    accepted = dispatch.tree_accept(proposals.to(device), parents.to(device), draws.to(device), path="triton")
+    assert accepted.counts_B.tolist() == expected.counts_B.tolist()
+    for row, count in enumerate(expected.counts_B):
+        assert accepted.nodes_BN[row, :count].tolist() == expected.path_BD[row, 1 : count + 1].tolist()
 
 
 @on_every_device

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tlt_pipeline.engine.noise import gumbel_noise
-from tlt_pipeline.engine.sampling import RowSampling
+from tlt_pipeline.engine.sampling import RowSampling, perturbed
 
 
 def draft_topk(
@@ -16,7 +16,6 @@ def draft_topk(
     the perturbed logits. Filters don't apply: a proposal that they exclude is not accepted."""
     precise = torch.promote_types(logits_NV.dtype, torch.float32)
     scaled_NV = logits_NV.to(precise) * sampling.inverse_temperature_N1
-    noise_NV = gumbel_noise(keys_N2, hashes_V) * sampling.noise_scale_N1
-    perturbed_NV = scaled_NV + noise_NV
+    perturbed_NV = perturbed(scaled_NV, gumbel_noise(keys_N2, hashes_V), sampling.noise_scale_N1)
     sorted_NV, order_NV = torch.sort(perturbed_NV, dim=-1, descending=True, stable=True)
     return order_NV[:, :k], sorted_NV[:, :k] - torch.logsumexp(perturbed_NV, -1, keepdim=True)
