@@ -82,8 +82,10 @@ def usage_of(compiled: Any) -> Usage:
 
 
 def main() -> None:
+    if not gateway.AVAILABLE:
+        raise SystemExit(gateway.MISSING)
     if gateway.INTERPRETED:
-        raise ValueError("kernels are being interpreted: unset TRITON_INTERPRET to compile them")
+        raise SystemExit("kernels are being interpreted: unset TRITON_INTERPRET to compile them")
     sys.stdout.write(_HEADER)
     for name, launch in launches().items():
         for capability in CAPABILITIES:

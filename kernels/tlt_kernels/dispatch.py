@@ -88,7 +88,7 @@ def path_for(tensor: Tensor, path: Path) -> Literal["triton", "reference"]:
 
 def _hindrance(tensor: Tensor) -> str | None:
     if not gateway.AVAILABLE:
-        return "triton is not installed (pip install 'tlt-pipeline[triton]')"
+        return gateway.MISSING
     if tensor.dtype == torch.float64:
         return "kernels compute in float32, and this is float64"
     if not tensor.is_cuda and not gateway.INTERPRETED:

@@ -1,7 +1,7 @@
 """The only module that imports triton: whether it is there, how kernels are launched, interpreted and compiled.
 
 What kernels rely on, said here once:
-- Products and sums are never fused: a fused one rounds once where PyTorch rounds twice. (Triton's default is to fuse.)
+- Outside `tl.dot`, products and sums are not fused: that rounds once where PyTorch rounds twice. (Triton would fuse.)
 - TRITON_INTERPRET=1, set before this module is first imported, runs kernels on CPU tensors, in numpy. The interpreter
   holds bfloat16 as 16-bit integers and multiplies those in `tl.dot`; `dot` below widens them first.
 - Without triton installed this module imports, AVAILABLE is False, and no kernel module can be imported.
@@ -21,6 +21,7 @@ except ImportError:
     triton = tl = None  # pyright: ignore[reportAssignmentType]
 
 AVAILABLE = triton is not None
+MISSING = "triton is not installed (pip install 'tlt-pipeline[triton]')"
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 WARP = 32
 
