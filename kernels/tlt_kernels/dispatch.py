@@ -87,10 +87,10 @@ def path_for(tensor: Tensor, path: Path) -> Literal["triton", "reference"]:
 
 
 def _hindrance(tensor: Tensor) -> str | None:
-    if not gateway.AVAILABLE:
-        return gateway.MISSING
     if tensor.dtype == torch.float64:
         return "kernels compute in float32, and this is float64"
+    if not gateway.AVAILABLE:
+        return gateway.MISSING
     if not tensor.is_cuda and not gateway.INTERPRETED:
         return f"the tensors are on {tensor.device.type}; set TRITON_INTERPRET=1 before the start to interpret it there"
     return None
