@@ -1,1 +1,1 @@
-"""Triton kernels, each beside its PyTorch reference."""
+"""Triton kernels, each in a folder beside its PyTorch reference; `dispatch` is how the project calls them."""

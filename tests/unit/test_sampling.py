@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import torch
 
+from tests.unit.kernel_cases import EDGES, hashes_for
+from tlt_pipeline.engine.gumbel_table import gumbel_table
 from tlt_pipeline.engine.noise import gumbel_noise, noise_keys, token_hashes
 from tlt_pipeline.engine.sampling import RowSampling, draw, filter_logits
 
@@ -24,14 +28,32 @@ def test_noise_does_not_depend_on_its_neighbours():
     assert torch.equal(whole[:, :10], noise([1, 2, 2**62], [5, 5, 70_000], 10))
 
 
+def test_noise_computed_in_parts_is_the_same():
+    seeds, vocab = np.arange(5), 50_000
+    assert torch.equal(noise(seeds, seeds, vocab), torch.cat([noise([seed], [seed], vocab) for seed in seeds]))
+
+
 def test_noise_is_standard_gumbel_and_finite():
-    values = noise(np.arange(2000), np.arange(2000) % 7, 500).double()
+    values = noise(np.arange(8000), np.arange(8000) % 7, 500).double()
     assert torch.isfinite(values).all()
     assert abs(values.mean() - 0.57722) < 0.01
     assert abs(values.var() - np.pi**2 / 6) < 0.02
     for quantile in (0.001, 0.1, 0.5, 0.9, 0.999):
         expected = -np.log(-np.log(quantile))
         assert abs(np.quantile(values.numpy(), quantile) - expected) < 0.05
+
+
+def test_noise_is_the_gumbel_quantile_in_both_tails():
+    values = gumbel_noise(torch.zeros(1, 2, dtype=torch.int32), hashes_for(EDGES))[0].double().numpy()
+    u = (np.abs(EDGES.astype(np.float64)) + np.where(EDGES < 0, -0.5, 0.5)) * 2.0**-32
+    expected = -np.log(np.where(EDGES < 0, -np.log(u), -np.log1p(-u)))
+    assert np.abs(values - expected).max() < 3e-6
+
+
+def test_the_noise_of_all_machines_is_one():
+    digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in gumbel_table(torch.device("cpu"))))
+    assert digest.hexdigest() == "e0e09d315428d7dbec2de39b3eb2d069f8fc32b40be7abca0cfa05170970950a"
+    assert noise([7], [3], 2)[0].tolist() == [-0.3765203356742859, 0.1983720064163208]
 
 
 def test_neighbouring_seeds_positions_and_tokens_are_uncorrelated():

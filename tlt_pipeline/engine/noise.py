@@ -13,10 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tlt_pipeline.engine.gumbel_table import SEGMENTS, SHIFT, gumbel_table
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _TOKEN_STEP = 0x9E3779B1
 _HASH_A, _HASH_B = 0x7FEB352D, 0x846CA68B  # the "lowbias32" multipliers
+
+_CHUNK = 1 << 17
+"""Values computed at once on a CPU: what is in between stays in its cache."""
 
 
 def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -49,13 +54,23 @@ def _xor_shift(x: Tensor, bits: int) -> Tensor:
 
 
 def gumbel_noise(keys: Tensor, hashes: Tensor) -> Tensor:
-    """keys int32 [N, 2], hashes int32 [V] -> standard Gumbel noise, float32 [N, V], always finite.
+    """keys int32 [N, 2], hashes int32 [V] -> standard Gumbel noise, float32 [N, V], always finite. Its bits are the
+    same on every device: the hash is integer arithmetic, and the rest as `gumbel_table` says."""
+    table = gumbel_table(keys.device)
+    rows = max(1, _CHUNK // len(hashes))
+    if len(keys) <= rows or keys.is_cuda:
+        return _noise(keys, hashes, *table)
+    noise_NV = torch.empty(len(keys), len(hashes))
+    for part_keys, part in zip(keys.split(rows), noise_NV.split(rows), strict=True):
+        _noise(part_keys, hashes, *table, out=part)
+    return noise_NV
 
-    -log(-log1p(-u)) with u of 31 bits: the finest steps lie where the noise is largest, so the winners are resolved.
-    """
+
+def _noise(keys: Tensor, hashes: Tensor, offsets: Tensor, slopes: Tensor, out: Tensor | None = None) -> Tensor:
+    """The hash is "lowbias32" without its last step, which leaves the high bits as they are."""
     x = hashes + keys[:, :1]
     _xor_shift(x, 16).mul_(_HASH_A).bitwise_xor_(keys[:, 1:])
-    _xor_shift(x, 15).mul_(_signed(_HASH_B))
-    _xor_shift(x, 16).bitwise_and_(0x7FFFFFFF)
-    u = x.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
-    return u.neg_().log1p_().neg_().log_().neg_()
+    x = _xor_shift(x, 15).mul_(_signed(_HASH_B)).to(torch.float32)
+    segments = (x.view(torch.int32) >> SHIFT).bitwise_and_(SEGMENTS - 1).view(-1)
+    slope, offset = torch.index_select(slopes, 0, segments), torch.index_select(offsets, 0, segments)
+    return torch.add(slope.view_as(x).mul_(x), offset.view_as(x), out=out)

@@ -1,0 +1,1 @@
+"""Attention over the KV cache whose queries never change each other's bits, for chains and trees."""

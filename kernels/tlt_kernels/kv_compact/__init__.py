@@ -1,0 +1,1 @@
+"""Makes the keys and values of an accepted path contiguous."""

@@ -1,0 +1,1 @@
+"""A linear layer whose rows never change each other's bits."""

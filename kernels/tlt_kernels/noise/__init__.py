@@ -1,0 +1,1 @@
+"""Gumbel noise, keyed by (seed, position, token id): the same bits as the engine's, wherever it is computed."""

@@ -1,0 +1,1 @@
+"""Which nodes of a draft tree the policy's draws accept."""
