@@ -21,7 +21,6 @@ from tlt_pipeline.engine.choice import make_policy
 from tlt_pipeline.engine.engine import Engine
 from tlt_pipeline.engine.strategies import OFF, Fixed, Strategy, StrategyPolicy, strategies_of
 from tlt_pipeline.messages import RolloutRequest
-from tlt_pipeline.models.drafter import EagleDrafter
 from tlt_services.bench_inputs import Inputs, Models, fit, load_inputs, repeat_requests, widen
 from tlt_services.bench_options import BenchOptions
 from tlt_services.bench_report import Report, Row, TailReplay, draw_png, print_report, write_json
@@ -48,7 +47,7 @@ def main(options: BenchOptions) -> int:
     if options.json is not None:
         write_json(report, options.json)
     draw_png(report, options.png)
-    return 0 if report.identical and report.tail.identical == report.tail.answers else 1
+    return 0 if report.identical == report.compared and report.tail.identical == report.tail.answers else 1
 
 
 @dataclass
@@ -132,7 +131,7 @@ class Bench:
                 lane.turns = [*lane.turns, turn] if number >= LEARNING else [turn]
             lanes = [lane for lane in lanes if lane.ran()]
         report.unavailable += [lane.name for lane in self.fixed if lane not in lanes]
-        report.identical = report.identical and _agree([lane.answers for lane in lanes if lane.engine is self.exact])
+        _compare_answers([lane.answers for lane in lanes if lane.engine is self.exact], report)
         return _make_rows(batch, lanes)
 
     def _choose_tokens(self, batch: int, requests: Sequence[RolloutRequest]) -> int:
@@ -160,15 +159,14 @@ class Bench:
         return self._compare(runs)
 
     def _load(self, models: Models) -> None:
-        for engine, drafter in ((self.plain, None), (self.exact, models.drafter)):
+        if models is self.inputs.models:
+            return
+        for engine in (self.plain, self.exact):
             engine.free()
             engine.set_policy(models.policy, models.policy_version)
-            self._set_drafter(engine, drafter, models.drafter_version)
-
-    def _set_drafter(self, engine: Engine, drafter: EagleDrafter | None, version: int) -> None:
         for lane in self.adaptive:
-            engine.choice = lane.policy
-            engine.set_drafter(drafter, version)
+            self.exact.choice = lane.policy
+            self.exact.set_drafter(models.drafter, models.drafter_version)
 
     def _compare(self, runs: dict[str, list[Shrinking]]) -> TailReplay:
         recorded = self.inputs.tail.recorded
@@ -203,10 +201,13 @@ def spread(allowed: Sequence[Strategy]) -> tuple[Strategy, ...]:
     return (OFF, *ngrams[len(ngrams) // 2 :][:1], *(chains[place] for place in sorted(few)), *trees)
 
 
-def _agree(answers: Sequence[dict[str, list[int]]]) -> bool:
+def _compare_answers(answers: Sequence[dict[str, list[int]]], report: Report) -> None:
     """Whoever finished a request wrote the same."""
-    first: dict[str, list[int]] = {}
-    return all(first.setdefault(name, tokens) == tokens for each in answers for name, tokens in each.items())
+    for name in {name for each in answers for name in each}:
+        written = [each[name] for each in answers if name in each]
+        if len(written) > 1:
+            report.compared += 1
+            report.identical += all(tokens == written[0] for tokens in written)
 
 
 def _make_rows(batch: int, lanes: Sequence[Lane]) -> list[Row]:

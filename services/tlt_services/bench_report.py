@@ -66,7 +66,9 @@ class Report:
     rows: list[Row] = field(default_factory=list[Row])
     unavailable: list[str] = field(default_factory=list[str])
     """Strategies that the engine doesn't run here, once for each batch size."""
-    identical: bool = True
+    compared: int = 0
+    """Answers that several rows finished (all but off_plain), and those that were the same in all of them."""
+    identical: int = 0
     tail: TailReplay | None = None
 
     @property
@@ -112,6 +114,7 @@ def write_json(report: Report, path: Path) -> None:
         "adaptive": report.adaptive(),
         "tail_replay": tail,
         "claim": report.claim,
+        "compared": report.compared,
         "identical": report.identical,
         "unavailable": sorted(set(report.unavailable)),
         "policy_version": report.policy_version,
@@ -147,6 +150,11 @@ def print_report(report: Report) -> None:
         table.add_section()
     console.print(table)
     _print_adaptive(report, console)
+    console.print(
+        f"{report.identical} of {report.compared} answers identical in all rows but off_plain",
+        highlight=False,
+        soft_wrap=True,
+    )
     if report.unavailable:
         names = ", ".join(dict.fromkeys(report.unavailable))
         console.print(f"not available here: {names}", highlight=False, soft_wrap=True)
@@ -158,7 +166,7 @@ def _print_adaptive(report: Report, console: Console) -> None:
     for entry in report.adaptive():
         console.print(
             f"batch {entry['batch']}: {entry['strategy']} has {entry['to_best_fixed']:.2f} of the best fixed strategy "
-            f"({entry['best_fixed']}), {entry['to_off']:.2f} of off",
+            f"({entry['best_fixed']}), {entry['to_off']:.2f} of off_plain",
             highlight=False,
             soft_wrap=True,
         )
@@ -214,6 +222,6 @@ def _style(name: str) -> dict[str, Any]:
         colour = "black" if name.endswith("goodput") else "tab:red"
         return {"linewidth": 3.2, "marker": "o", "color": colour, "zorder": 3}
     if name in OFF_NAMES:
-        return {"linewidth": 1.6, "linestyle": "--", "color": "grey" if name == "off" else "darkgrey"}
+        return {"linewidth": 1.6, "linestyle": "--", "marker": ".", "color": "grey" if name == "off" else "darkgrey"}
     kind = {"ngram": ":", "eagle": "-"}[name.partition("-")[0]]
     return {"linewidth": 1.4, "linestyle": "-." if "x" in name else kind, "marker": "."}

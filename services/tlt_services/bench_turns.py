@@ -92,7 +92,8 @@ def decode_turn(
 
 @dataclass(frozen=True)
 class Shrinking:
-    """A batch decoded to the end. `seconds`: from when nothing waited any more; `full`: answers running then."""
+    """A batch decoded to the end. `seconds`: from when nothing waited any more; `full`: answers running then (none
+    where the last one ended in the step that read its prompt)."""
 
     seconds: float
     full: int
@@ -105,13 +106,12 @@ def decode_tail(engine: Engine, policy: StrategyPolicy, requests: Sequence[Rollo
     engine.choice = policy
     pending = deque(requests)
     answers: dict[str, list[int]] = {}
-    began, full = None, 0
+    began, full = time.perf_counter(), 0
     while pending or engine.running or engine.waiting:
         while pending and engine.running + len(engine.waiting) < most:
             engine.submit(pending.popleft())
-        if began is None and not pending and not engine.waiting:
+        if not full and not pending and not engine.waiting:
             began, full = time.perf_counter(), engine.running
         for done in engine.step():
             answers[done.request.request_id] = done.tokens
-    assert began is not None or not answers, "the last answer ended in the step that read its prompt"
-    return Shrinking(time.perf_counter() - (began or time.perf_counter()), full, answers)
+    return Shrinking(time.perf_counter() - began if full else 0.0, full, answers)
