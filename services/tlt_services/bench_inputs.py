@@ -8,8 +8,9 @@ finished last in front: when B answers are left in a real rollout, it is those. 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +93,13 @@ def widen(config: SpeculationConfig, wanted: Sequence[Strategy], has_drafter: bo
     )
 
 
-def repeat_requests(requests: Sequence[RolloutRequest], count: int) -> list[RolloutRequest]:
-    """At least `count`: from the second time on with other seeds and names, for the same answer twice in a batch would
-    tell an n-gram drafter everything."""
-    repeated = list(requests)
-    for turn in range(1, -(-count // len(requests))):
+def endless_requests(requests: Sequence[RolloutRequest]) -> Iterator[RolloutRequest]:
+    """From the second time on with other seeds and names: the same answer twice would tell an n-gram drafter all."""
+    yield from requests
+    for turn in count(1):
         for request in requests:
             name = f"{request.request_id}+{turn}"
-            repeated.append(request.model_copy(update={"request_id": name, "seed": seed_of(request.seed, name)}))
-    return repeated
+            yield request.model_copy(update={"request_id": name, "seed": seed_of(request.seed, name)})
 
 
 def fit(requests: Sequence[RolloutRequest], version: int, limit: int) -> list[RolloutRequest]:
@@ -207,9 +206,9 @@ def _from_folder(options: BenchOptions) -> Inputs:
     policy = load_decoder(folder, dtype, device)
     drafter = None if options.drafter is None else load_drafter(options.drafter, policy.config, dtype, device)
     models = Models(policy, 0, drafter, 0 if drafter is None else 1)
-    count = max(options.batches)
+    rows = max(options.batches)
     if options.prompts is None:
-        groups = -(-2 * count // config.rollout.group_size)
+        groups = -(-2 * rows // config.rollout.group_size)
         order = SubmitStep(
             step=0, purpose="train", prompts=groups, group_size=config.rollout.group_size, policy_version=0
         )
@@ -217,7 +216,7 @@ def _from_folder(options: BenchOptions) -> Inputs:
     else:
         requests = _read_prompts(options.prompts, config, tokenizer, options.seed)
     return Inputs(
-        config, dtype, tokenizer, models, requests, Tail(models, repeat_requests(requests, count)[:count], {})
+        config, dtype, tokenizer, models, requests, Tail(models, list(islice(endless_requests(requests), rows)), {})
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from tlt_pipeline.engine.engine import Engine
 from tlt_pipeline.engine.strategies import BatchState, StepFacts, Strategy, StrategyPolicy
 from tlt_pipeline.messages import RolloutRequest
+from tlt_services.bench_inputs import endless_requests
 
 
 @dataclass
@@ -71,17 +72,16 @@ def decode_turn(
     tokens: int,
     answers: dict[str, list[int]],
 ) -> Turn:
-    """Decodes `requests` from the first on, `batch` at a time, until `tokens` are counted. Answers that ended go to
-    `answers`. Requests never run out: they are taken round and round."""
+    """Decodes `requests` from the first on, over and over with new seeds, `batch` at a time, until `tokens` are
+    counted. Answers that ended go to `answers`."""
     engine.abandon()
     recorder = Recorder(policy)
     engine.choice = recorder
-    pending: deque[RolloutRequest] = deque(requests)
+    pending = endless_requests(requests)
     is_first = True
     while is_first or recorder.turn.tokens < tokens:
         while engine.running + len(engine.waiting) < batch:
-            engine.submit(pending[0])
-            pending.rotate(-1)
+            engine.submit(next(pending))
         for done in engine.step():
             answers[done.request.request_id] = done.tokens
         if is_first:
