@@ -128,7 +128,7 @@ class Bench:
             for place in range(len(lanes)):
                 lane = lanes[(place + number) % len(lanes)]
                 turn = decode_turn(lane.engine, lane.policy, requests, batch, tokens, lane.answers)
-                lane.turns = [*lane.turns, turn] if number >= LEARNING else [turn]
+                lane.turns = [*lane.turns, turn] if number > LEARNING else [turn]
             lanes = [lane for lane in lanes if lane.ran()]
         report.unavailable += [lane.name for lane in self.fixed if lane not in lanes]
         _compare_answers([lane.answers for lane in lanes if lane.engine is self.exact], report)
