@@ -15,6 +15,8 @@ from rich.table import Table
 
 from tlt_pipeline.rundir import write_atomic
 
+QUIET = 0.9
+"""With a smaller share of a core the times say more of the machine's other work than of the engine."""
 OFF_NAMES = ("off_plain", "off")
 ADAPTIVE = "adaptive:"
 
@@ -69,6 +71,9 @@ class Report:
     compared: int = 0
     """Answers that several rows finished (all but off_plain), and those that were the same in all of them."""
     identical: int = 0
+    cpu_share: float = 1.0
+    """Seconds of processor time that a second brought, at the batch size with the least: below 1 with one thread, other
+    processes took the rest."""
     tail: TailReplay | None = None
 
     @property
@@ -120,6 +125,7 @@ def write_json(report: Report, path: Path) -> None:
         "policy_version": report.policy_version,
         "drafter_version": report.drafter_version,
         "threads": report.threads,
+        "cpu_share": report.cpu_share,
         "machine": {"processor": _processor(), "system": platform.platform(), "torch": installed("torch")},
     }
     write_atomic(path, jsonlib.dumps(content, indent=2) + "\n")
@@ -160,6 +166,12 @@ def print_report(report: Report) -> None:
         console.print(f"not available here: {names}", highlight=False, soft_wrap=True)
     if report.tail is not None:
         _print_tail(report.tail, console)
+    if report.cpu_share < QUIET:
+        typer.echo(
+            f"this process had only {report.cpu_share:.0%} of a core: other work makes these numbers noisy; repeat on a "
+            f"quiet machine or raise --repeat",
+            err=True,
+        )
 
 
 def _print_adaptive(report: Report, console: Console) -> None:

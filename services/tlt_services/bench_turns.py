@@ -19,12 +19,13 @@ from tlt_services.bench_inputs import endless_requests
 
 @dataclass
 class Turn:
-    """`steps` by strategy; `accepted`: proposals, over all rows."""
+    """`steps` by strategy; `accepted`: proposals, over all rows; `cpu_share`: seconds of processor time in a second."""
 
     tokens: int = 0
     seconds: float = 0.0
     rows: int = 0
     accepted: int = 0
+    cpu_share: float = 1.0
     steps: Counter[str] = field(default_factory=Counter[str])
 
     @property
@@ -79,6 +80,7 @@ def decode_turn(
     engine.choice = recorder
     pending = endless_requests(requests)
     is_first = True
+    began, used = time.perf_counter(), time.process_time()
     while is_first or recorder.turn.tokens < tokens:
         while engine.running + len(engine.waiting) < batch:
             engine.submit(next(pending))
@@ -86,6 +88,7 @@ def decode_turn(
             answers[done.request.request_id] = done.tokens
         if is_first:
             recorder.turn, is_first = Turn(), False
+    recorder.turn.cpu_share = (time.process_time() - used) / (time.perf_counter() - began)
     engine.abandon()
     return recorder.turn
 
