@@ -28,8 +28,8 @@ from tlt_services.bench_turns import Shrinking, Turn, decode_tail, decode_turn
 
 OFF_PLAIN = "off_plain"
 ADAPTIVE: tuple[Literal["beg_mab", "goodput"], ...] = ("beg_mab", "goodput")
-TURN_S = 1.0
-FEWEST_TOKENS, FEWEST_A_ROW = 96, 32
+TURN_S = 0.5
+FEWEST_TOKENS, FEWEST_A_ROW = 64, 32
 """A turn decodes at least so many tokens, all in all and a row."""
 LEARNING = 2
 """Rounds before the first that counts: caches fill, and what adapts learns."""

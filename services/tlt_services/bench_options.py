@@ -16,7 +16,7 @@ MOST_ROWS = 1024
 @dataclass(frozen=True)
 class BenchOptions:
     """`strategies`: None takes a spread of what the config allows. `tokens`: a turn (one strategy, one round) decodes
-    at least so many; None: as many as plain decoding makes in about a second. `threads`: 0 is the config's, else 1."""
+    at least so many; None: as many as plain decoding makes in about half a second. `threads`: 0 is the config's, else 1."""
 
     model: str
     batches: tuple[int, ...]
@@ -29,7 +29,7 @@ class BenchOptions:
     prompts: Path | None = None
     dtype: str | None = None
     tokens: int | None = None
-    repeat: int = 5
+    repeat: int = 7
     threads: int = 0
     seed: int = 0
 

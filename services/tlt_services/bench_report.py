@@ -168,8 +168,8 @@ def print_report(report: Report) -> None:
         _print_tail(report.tail, console)
     if report.cpu_share < QUIET:
         typer.echo(
-            f"this process had only {report.cpu_share:.0%} of a core: other work makes these numbers noisy; repeat on a "
-            f"quiet machine or raise --repeat",
+            f"this process had only {report.cpu_share:.0%} of a core: other work makes these numbers noisy: "
+            f"measure on a quiet machine, or raise --repeat",
             err=True,
         )
 

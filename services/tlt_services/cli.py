@@ -195,9 +195,9 @@ def bench_engine(
         Path | None, typer.Option("--prompts", metavar="FILE", help="One a line, for a model alone.")
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option("--tokens", metavar="N", min=1, help="Of a turn; default: about a second's.")
+        int | None, typer.Option("--tokens", metavar="N", min=1, help="Of a turn; default: about half a second's.")
     ] = None,
-    repeat: Annotated[int, typer.Option("--repeat", metavar="N", min=1, help="Rounds; the median counts.")] = 5,
+    repeat: Annotated[int, typer.Option("--repeat", metavar="N", min=1, help="Rounds; the median counts.")] = 7,
     threads: Annotated[int, typer.Option("--threads", min=0, help="0: the config's, else 1.")] = 0,
     seed: Annotated[int, typer.Option("--seed", min=0, max=(1 << 31) - 1)] = 0,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Save the numbers.")] = None,
@@ -205,7 +205,7 @@ def bench_engine(
         Path | None, typer.Option("--png", metavar="FILE", help="Default: beside the JSON, or bench-engine.png.")
     ] = None,
 ) -> int:
-    """Decode with every strategy at every batch size, then with what chooses among them, then a recorded tail."""
+    """Decode with each strategy and with what chooses among them, at every batch size; then a recorded tail."""
     from tlt_services.bench_options import BenchOptions, parse_batches, parse_strategies, place_png
 
     options = BenchOptions(
