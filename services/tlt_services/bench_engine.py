@@ -29,10 +29,10 @@ from tlt_services.bench_turns import Shrinking, Turn, decode_tail, decode_turn
 OFF_PLAIN = "off_plain"
 ADAPTIVE: tuple[Literal["beg_mab", "goodput"], ...] = ("beg_mab", "goodput")
 TURN_S = 0.5
-FEWEST_TOKENS, FEWEST_A_ROW = 64, 32
+FEWEST_TOKENS, FEWEST_A_ROW = 64, 48
 """A turn decodes at least so many tokens, all in all and a row."""
-LEARNING = 2
-"""Rounds before the first that counts: caches fill, and what adapts learns."""
+LEARNING, LEARNED_A_ROW = 2, 128
+"""Rounds before the first that counts: caches fill, and what adapts learns from at least so many tokens a row each."""
 TAIL_REPEATS = 3
 
 
@@ -127,7 +127,9 @@ class Bench:
         for number in range(LEARNING + self.options.repeat):
             for place in range(len(lanes)):
                 lane = lanes[(place + number) % len(lanes)]
-                turn = decode_turn(lane.engine, lane.policy, requests, batch, tokens, lane.answers)
+                learns = lane.strategy is None and number < LEARNING
+                least = max(tokens, LEARNED_A_ROW * batch) if learns else tokens
+                turn = decode_turn(lane.engine, lane.policy, requests, batch, least, lane.answers)
                 lane.turns = [*lane.turns, turn] if number > LEARNING else [turn]
             lanes = [lane for lane in lanes if lane.ran()]
         report.cpu_share = min(report.cpu_share, median(turn.cpu_share for lane in lanes for turn in lane.turns))

@@ -16,7 +16,7 @@ MOST_ROWS = 1024
 @dataclass(frozen=True)
 class BenchOptions:
     """`strategies`: None takes a spread of what the config allows. `tokens`: a turn (one strategy, one round) decodes
-    at least so many; None: as many as plain decoding makes in about half a second. `threads`: 0 is the config's, else 1."""
+    at least so many; None: what plain decoding makes in about half a second. `threads`: 0 is the config's, else 1."""
 
     model: str
     batches: tuple[int, ...]
