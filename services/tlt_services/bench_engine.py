@@ -31,8 +31,8 @@ ADAPTIVE: tuple[Literal["beg_mab", "goodput"], ...] = ("beg_mab", "goodput")
 TURN_S = 0.5
 FEWEST_TOKENS, FEWEST_A_ROW = 64, 48
 """A turn decodes at least so many tokens, all in all and a row."""
-LEARNING, LEARNED_A_ROW = 2, 128
-"""Rounds before the first that counts: caches fill, and what adapts learns from at least so many tokens a row each."""
+LEARNING, LONGER = 2, 3
+"""Rounds before the first that counts: caches fill, and what adapts learns, from turns so many times as long."""
 TAIL_REPEATS = 3
 
 
@@ -128,7 +128,7 @@ class Bench:
             for place in range(len(lanes)):
                 lane = lanes[(place + number) % len(lanes)]
                 learns = lane.strategy is None and number < LEARNING
-                least = max(tokens, LEARNED_A_ROW * batch) if learns else tokens
+                least = LONGER * tokens if learns else tokens
                 turn = decode_turn(lane.engine, lane.policy, requests, batch, least, lane.answers)
                 lane.turns = [*lane.turns, turn] if number > LEARNING else [turn]
             lanes = [lane for lane in lanes if lane.ran()]

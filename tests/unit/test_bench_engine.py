@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import subprocess
 import sys
@@ -26,7 +25,9 @@ from tlt_pipeline.rundir import prepare_run_dir
 from tlt_pipeline.weights import WeightStore
 from tlt_services import bench_engine
 from tlt_services.bench_engine import spread
-from tlt_services.bench_inputs import endless_requests
+from tlt_services.bench_inputs import endless_requests, load_inputs
+from tlt_services.bench_options import BenchOptions
+from tlt_services.bench_report import Report, Row, draw_png
 from tlt_services.bench_turns import decode_turn
 from tlt_services.cli import invoke
 
@@ -89,7 +90,7 @@ def write_run(folder: Path, drafter: Path) -> Path:
     store.write_policy(1, load_decoder(write_tiny_policy(folder / "next", seed=1)), tokenizer, parent=0, step=0)
     store.write_drafter(1, drafter_from_policy(policy), parent=0, policy_version=0, step=-1)
     store.write_drafter(2, drafter_from_policy(policy), parent=1, policy_version=0, step=0)
-    sampling = samples.request().sampling.model_copy(update={"stop": (), "max_new_tokens": 40})
+    sampling = samples.request().sampling.model_copy(update={"stop": (), "max_new_tokens": 24})
     requests = [
         samples.request(number, prompt=Array.of(list(range(2, 7 + number % 2))), sampling=sampling)
         for number in range(6)
@@ -106,38 +107,41 @@ def write_run(folder: Path, drafter: Path) -> Path:
 
 def test_a_run_directory_brings_drafter_and_answers(folder: Path, drafter: Path) -> None:
     write_run(folder, drafter)
-    report = measure("--model", "run", "--strategies", "eagle-2")
+    report = measure("--model", "run", "--strategies", "eagle-2", "--batch", "2")
     assert (report["policy_version"], report["drafter_version"]) == (1, 2), "the newest"
     tail = report["tail_replay"]
     assert (tail["policy_version"], tail["drafter_version"]) == (0, 1), "those that wrote the answers"
     assert tail["answers"] == tail["identical"] == tail["as_recorded"] == 3, "one slot's share"
-    assert tail["longest"] == 40
+    assert tail["longest"] == 24
 
 
-def test_prompts_of_a_file_and_no_drafter(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    write_tiny_policy(folder / "policy")
+def test_prompts_of_a_file_and_no_drafter(folder: Path) -> None:
+    write_tiny_config(folder)
     (folder / "p.txt").write_text("1 + 1 =\n\nHow many?\n")
-    report = measure("--model", "policy", "--prompts", "p.txt", "--batch", "1", "--png", "x.png")
+    report = measure("--model", "policy", "--config", "tiny.yaml", "--prompts", "p.txt", "--png", "x.png")
     assert {"off_plain", "off"} <= {row["strategy"] for row in report["rows"]}
     assert not any(row["strategy"].startswith("eagle") for row in report["rows"])
-    assert report["tail_replay"]["answers"] == 1
+    assert report["tail_replay"]["answers"] == 3, "as many as the largest batch"
     assert Path("x.png").is_file() and not Path("b.png").exists()
 
 
-def test_without_matplotlib_the_numbers_are_kept(
-    drafter: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_model_alone_gets_sums_to_do(folder: Path) -> None:
+    write_tiny_policy(folder / "policy")
+    inputs = load_inputs(BenchOptions("policy", (4,), None, Path("x.png")))
+    prompts = {inputs.tokenizer.decode(request.prompt.tolist()) for request in inputs.requests}
+    assert len(prompts) == len(inputs.requests) == 8
+    assert all("arithmetic" in prompt for prompt in prompts)
+    assert len(inputs.tail.requests) == 4 and not inputs.tail.recorded
+
+
+def test_without_matplotlib_a_line_says_what_brings_it(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *rest: object) -> object:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return real(name, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    report = measure("--model", "policy", "--config", "tiny.yaml", "--batch", "1", "--strategies", "off")
-    assert len(report["rows"]) == 4
-    assert "pip install 'tlt-pipeline[bench]'" in capfd.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    row = Row(1, "off_plain", 10.0, 1.0, 100.0, 1.0)
+    draw_png(Report("m", "float32", "exact", 1, 0, 0, [row]), Path("b.png"))
+    said = capfd.readouterr().err.strip()
+    assert "pip install 'tlt-pipeline[bench]'" in said and len(said.splitlines()) == 1
     assert not Path("b.png").exists()
 
 
@@ -209,7 +213,7 @@ def test_an_interrupt_is_a_clean_end(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench_engine, "decode_tail", interrupt)
+    monkeypatch.setattr(bench_engine, "decode_turn", interrupt)
     assert invoke(["bench", "engine", "--model", "policy", "--config", "tiny.yaml", *FAST]) == 130
     assert "Traceback" not in capfd.readouterr().err
     assert not Path("b.json").exists()
