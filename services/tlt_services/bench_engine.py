@@ -89,7 +89,8 @@ class Bench:
 
     def _engine(self, config: EngineConfig) -> Engine:
         models = self.inputs.models
-        return Engine(models.policy, models.policy_version, self.inputs.tokenizer, config)
+        window = self.inputs.config.drafter.context_window
+        return Engine(models.policy, models.policy_version, self.inputs.tokenizer, config, context_window=window)
 
     def _policy(self, choice: Literal["beg_mab", "goodput"]) -> StrategyPolicy:
         return make_policy(self.speculation.model_copy(update={"choice": choice}), self.options.seed)
@@ -98,7 +99,7 @@ class Bench:
     def _limit(self) -> int:
         """Tokens that a prompt and its answer may have together."""
         most = self.inputs.models.policy.config.max_position_embeddings
-        return min(self.config.max_context, most - self.speculation.depth)
+        return min(self.config.max_context, most - self.exact.depth)
 
     # --- the table ---
 
