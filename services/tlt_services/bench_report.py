@@ -69,7 +69,7 @@ class Report:
     unavailable: list[str] = field(default_factory=list[str])
     """Strategies that the engine doesn't run here, once for each batch size."""
     compared: int = 0
-    """Answers that several rows finished (all but off_plain), and those that were the same in all of them."""
+    """Answers that several rows began (off_plain left out), and those that were the same in all of them."""
     identical: int = 0
     cpu_share: float = 1.0
     """Seconds of processor time that a second brought, at the batch size with the least: below 1 with one thread, other
@@ -157,7 +157,7 @@ def print_report(report: Report) -> None:
     console.print(table)
     _print_adaptive(report, console)
     console.print(
-        f"{report.identical} of {report.compared} answers identical in all rows but off_plain",
+        f"{report.identical} of {report.compared} answers identical in all rows (off_plain left out)",
         highlight=False,
         soft_wrap=True,
     )

@@ -74,7 +74,7 @@ def decode_turn(
     answers: dict[str, list[int]],
 ) -> Turn:
     """Decodes `requests` from the first on, over and over with new seeds, `batch` at a time, until `tokens` are
-    counted. Answers that ended go to `answers`."""
+    counted. What was written goes to `answers`, by request."""
     engine.abandon()
     recorder = Recorder(policy)
     engine.choice = recorder
@@ -89,7 +89,7 @@ def decode_turn(
         if is_first:
             recorder.turn, is_first = Turn(), False
     recorder.turn.cpu_share = (time.process_time() - used) / (time.perf_counter() - began)
-    engine.abandon()
+    answers.update(engine.abandon())
     return recorder.turn
 
 
