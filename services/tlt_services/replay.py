@@ -37,7 +37,7 @@ def main(run_dir: Path, *, request: str | None, all: bool, sample: int | None, d
     run = RunDir(run_dir)
     config = load_config(run.config)
     torch.set_num_threads(config.engine.threads or max((os.cpu_count() or 1) // config.slots.count, 1))
-    chosen = _choose(_recorded(run), request, all, sample, config.seed)
+    chosen = _choose(read_recorded(run), request, all, sample, config.seed)
     by_version: dict[int, list[Recorded]] = defaultdict(list)
     for record in chosen:
         by_version[record.request.policy_version].append(record)
@@ -63,7 +63,8 @@ def main(run_dir: Path, *, request: str | None, all: bool, sample: int | None, d
     return 0 if report["identical"] == report["requests"] else 1
 
 
-def _recorded(run: RunDir) -> dict[str, Recorded]:
+def read_recorded(run: RunDir) -> dict[str, Recorded]:
+    """The finished requests in the run's journal, by id."""
     requests = {entry.request_id: entry for entry in read_journal(run.journal, "requests")}
     return {
         entry.request_id: Recorded(requests[entry.request_id], entry)

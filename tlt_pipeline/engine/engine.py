@@ -129,6 +129,20 @@ class Engine:
         assert not self.running, "the cache is in use"
         self.batch = None
 
+    def abandon(self) -> dict[str, list[int]]:
+        """Drops every answer, running or waiting, and what n-gram proposals would remember of them: for benches, which
+        write the same answers again. -> the tokens of those that ran, by request."""
+        self.waiting.clear()
+        begun: dict[str, list[int]] = {}
+        while self.batch is not None and len(self.batch):
+            running = self.batch.running[-1]
+            begun[running.request.request_id] = running.tokens
+            self.batch.remove(len(self.batch) - 1)
+        if self.ngrams is not None:
+            self.ngrams = NgramIndex(NGRAM_TOKENS)
+            self.admission = Admission(self.forward, self.ngrams, self.stream)
+        return begun
+
     def take_pieces(self) -> list[FeaturePiece]:
         return self.stream.take()
 
