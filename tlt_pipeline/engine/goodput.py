@@ -1,157 +1,124 @@
-"""Goodput: the strategy with the most expected tokens a second, predicted from a cost model that all strategies share.
+"""Goodput: the strategy with the most expected tokens a second, predicted from models that all strategies share.
 
-Tokens a pass come from acceptance rates by draft position; the time of a pass is linear in what it computes (rows
-verified, rows times KV length, draft steps, rows drafted), fitted online by recursive least squares. So most strategies
-are predicted without being tried (the idea of SmartSpec, arXiv 2406.14066, with both parts learned while decoding).
-Shapes: F = features of a step.
+Tokens of a step come from acceptance rates (`acceptance`), limited by what remains to each answer; its time from a
+cost model (`step_time`). Both are learned while decoding, so that most strategies are predicted without being tried;
+a few trials (`exploration`) keep them honest.
+Shapes: S = strategies.
 """
 
 from __future__ import annotations
 
-from random import Random
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt_pipeline.engine.acceptance import Acceptance
+from tlt_pipeline.engine.exploration import TRIAL, Exploration, unsure
+from tlt_pipeline.engine.step_time import StepTime
 from tlt_pipeline.engine.strategies import OFF, BatchState, StepFacts, Strategy
 
-EXPLORED = 0.03
-"""Share of the steps that try a neighbour of the best strategy: keeps both models honest."""
-HYSTERESIS = 0.03
-"""Another strategy must promise so much more to be switched to."""
-FORGETTING = 0.997
-"""Share that a time measured keeps of its weight at the next one."""
-ACCEPTANCE_KEPT = 0.97
-"""Share that an acceptance measured keeps of its weight at the next step: the answers that run change."""
-AT_RESTART = 0.25
-"""Share of what is known of acceptance that outlives a change of drafter."""
-PRIOR_RATE, PRIOR_ROWS = 0.75, 4.0
-OUTLIER = 3.0
-"""A step that took so many times what was predicted was interrupted; it is counted as no more."""
+LEAD = 0.15
+"""Another strategy is switched to once its lead over the present one, summed over steps, is so many steps' worth: a
+large one at once, one of 3 % after five steps, so that neither noise nor a batch that swings around a threshold makes
+it go to and fro, and none is waited for long."""
+NO_LEAD = 0.005
+"""Less of a lead isn't counted."""
+CATCH_UP_LEARNED = 0.3
+AS_BEFORE = 4
+"""Steps for which a prediction holds if the batch is the same: a decision shouldn't cost what it gains."""
 
 
-class StepTime:
-    """Seconds of a decode step, by recursive least squares with forgetting."""
+@dataclass
+class _Prediction:
+    """`rates_S`: tokens a second, 0 where not available; `steps`: for which it still holds."""
 
-    def __init__(self) -> None:
-        self.known = 0
-        self._weights_F = np.zeros(5)
-        self._covariance_FF = np.eye(5) * 1e3
-
-    def predict(self, batch: int, context: int, depth: int) -> float:
-        return max(float(self._features(batch, context, depth) @ self._weights_F), 1e-6)
-
-    def learn(self, facts: StepFacts) -> None:
-        features_F = self._features(facts.batch, facts.context, facts.strategy.depth)
-        predicted, seconds = float(features_F @ self._weights_F), facts.seconds
-        if self.known >= 4 * len(features_F) and predicted > 0:
-            seconds = min(seconds, OUTLIER * predicted)
-        # in relative terms, so that large batches don't rule the fit
-        scale = 1.0 / max(seconds, 1e-6)
-        features_F, error = features_F * scale, (seconds - predicted) * scale
-        gain_F = self._covariance_FF @ features_F
-        gain_F /= FORGETTING + features_F @ gain_F
-        self._weights_F += gain_F * error
-        covariance_FF = (self._covariance_FF - np.outer(gain_F, features_F @ self._covariance_FF)) / FORGETTING
-        if np.trace(covariance_FF) < 1e6:  # directions that nothing excites don't grow without bound
-            self._covariance_FF = (covariance_FF + covariance_FF.T) / 2
-        self.known += 1
-
-    @staticmethod
-    def _features(batch: int, context: int, depth: int) -> NDArray[np.float64]:
-        rows = batch * (depth + 1)
-        return np.array([1.0, rows, rows * context / 256, depth, batch * depth]) * 1e-3
-
-
-class Acceptance:
-    """The chance that a proposal is accepted if those before it were, by position, with forgetting. Kept by the size of
-    the batch: what runs in the tail is other than what runs in the bulk. A size that was hardly seen is taken to be
-    like all together, a position that was hardly tried like the one before it."""
-
-    def __init__(self, depth: int) -> None:
-        self._all = _Counts(depth)
-        self._depth = depth
-        self._buckets: dict[int, _Counts] = {}
-
-    def learn(self, facts: StepFacts) -> None:
-        for counts in (self._all, self._bucket(facts.batch)):
-            counts.add(facts.batch, facts.accepted)
-
-    def expected_tokens(self, batch: int) -> list[float]:
-        """Committed a row and pass, bonus token included, for every depth from 0."""
-        expected, alive, rate = [1.0], 1.0, PRIOR_RATE
-        bucket = self._bucket(batch)
-        for position in range(self._depth):
-            overall = self._all.rate(position, rate)
-            rate = bucket.rate(position, overall)
-            alive *= rate
-            expected.append(expected[-1] + alive)
-        return expected
-
-    def restart(self) -> None:
-        for counts in (self._all, *self._buckets.values()):
-            counts.fade(AT_RESTART)
-
-    def _bucket(self, batch: int) -> _Counts:
-        return self._buckets.setdefault(batch.bit_length(), _Counts(self._depth))
-
-
-class _Counts:
-    def __init__(self, depth: int) -> None:
-        self._accepted = np.zeros(depth)
-        self._tried = np.zeros(depth)
-
-    def add(self, rows: int, accepted: tuple[int, ...]) -> None:
-        self.fade(ACCEPTANCE_KEPT)
-        alive = rows
-        for position, count in enumerate(accepted):
-            self._accepted[position] += count
-            self._tried[position] += alive
-            alive = count
-
-    def rate(self, position: int, otherwise: float) -> float:
-        """`otherwise` counts as PRIOR_ROWS that were tried."""
-        return float((self._accepted[position] + PRIOR_ROWS * otherwise) / (self._tried[position] + PRIOR_ROWS))
-
-    def fade(self, kept: float) -> None:
-        self._accepted *= kept
-        self._tried *= kept
+    batch: int
+    seconds_S: NDArray[np.float64]
+    rates_S: NDArray[np.float64]
+    steps: int
 
 
 class Goodput:
     def __init__(self, strategies: tuple[Strategy, ...], max_batch: int, seed: int) -> None:
         """`max_batch`: with more running answers it never speculates."""
         self.strategies, self.max_batch = strategies, max_batch
-        self.time, self.acceptance = StepTime(), Acceptance(max(each.depth for each in strategies))
-        self._random = Random(seed)
-        self._current = OFF
-        deepest, middle = strategies[-1], strategies[len(strategies) // 2]
-        # what the time model needs to tell its parts from each other
-        self._first = [deepest, OFF, middle, deepest, OFF, middle]
+        self.time, self.acceptance = StepTime(strategies), Acceptance(strategies)
+        self.exploration = Exploration(strategies, seed)
+        self._index = {strategy: index for index, strategy in enumerate(strategies)}
+        self._available: tuple[Strategy, ...] = ()
+        self._available_S = np.zeros(len(strategies))
+        self._current, self._lead = 0, 0.0
+        self._trial, self._trial_steps = 0, 0
+        self._ran, self._catch_up = 0, 0.0
+        self._prediction: _Prediction | None = None
 
     def choose(self, state: BatchState) -> Strategy:
-        batch, context, room = state.batch, state.context, int(state.remaining_B.max())
-        if batch > self.max_batch:
-            return OFF
-        if self._first:
-            first = self._first.pop()
-            return first if first in state.available else OFF
-        allowed = [strategy for strategy in state.available if strategy.depth <= max(room - 1, 1)]
-        tokens = self.acceptance.expected_tokens(batch)
-        rates = [batch * tokens[each.depth] / self.time.predict(batch, context, each.depth) for each in allowed]
-        best = int(np.argmax(rates))
-        if self._current in allowed and rates[best] < (1 + HYSTERESIS) * rates[allowed.index(self._current)]:
-            best = allowed.index(self._current)
-        self._current = allowed[best]
-        if self._random.random() < EXPLORED:
-            return allowed[min(max(best + self._random.choice((-2, -1, 1, 2)), 0), len(allowed) - 1)]
+        if state.available != self._available:
+            self._available = state.available
+            self._available_S = np.array([float(each in state.available) for each in self.strategies])
+            self._prediction = None
+        only_off = state.batch > self.max_batch or not self._available_S[1:].any() or not self.time.known
+        if only_off or not len(state.remaining_B):
+            self._prediction = None
+            return OFF if OFF in state.available else state.available[0]
+        return self.strategies[self._try(self._predict(state), state.batch)]
+
+    def _predict(self, state: BatchState) -> _Prediction:
+        before, room = self._prediction, int(state.remaining_B.min())
+        if before and before.steps and before.batch == state.batch and room > self.acceptance.depth:
+            before.steps -= 1
+            return before
+        seconds_S = self.time.predict(state.batch, state.context)
+        tokens_S = self.acceptance.expected_tokens(state.batch, state.remaining_B)
+        holds = AS_BEFORE - 1 if room > self.acceptance.depth and self.time.settled else 0
+        self._prediction = _Prediction(state.batch, seconds_S, tokens_S / seconds_S * self._available_S, holds)
+        return self._prediction
+
+    def _try(self, predicted: _Prediction, batch: int) -> int:
+        """A trial's strategy, or the best one."""
+        best = self._switch(predicted.rates_S)
+        if self._trial_steps and self._available_S[self._trial]:
+            self._trial_steps -= 1
+            return self._trial
+        behind = self.strategies[self._ran].drafter != "eagle"
+        tried = self.exploration.pick(
+            predicted.rates_S,
+            predicted.seconds_S,
+            batch * self._catch_up if behind else 0.0,
+            lambda: unsure(self.time.steps(batch), self.acceptance.rows(batch)),
+        )
+        if tried < 0 or tried == best:
+            return best
+        self._trial, self._trial_steps = tried, TRIAL - 1
+        return tried
+
+    def _switch(self, rates_S: NDArray[np.float64]) -> int:
+        best = int(rates_S.argmax())
+        if not self._available_S[self._current]:
+            self._current, self._lead = best, 0.0
+        lead = float(rates_S[best] / rates_S[self._current]) - 1
+        self._lead = self._lead + lead if lead > NO_LEAD else 0.0
+        if self._lead > LEAD:
+            self._current, self._lead = best, 0.0
         return self._current
 
     def measured(self, facts: StepFacts) -> None:
-        if facts.accepted:
+        index = self._index.get(facts.strategy)
+        if index is None or facts.batch < 1 or not 0 < facts.seconds < np.inf:
+            return
+        if facts.strategy.depth:
             self.acceptance.learn(facts)
+        expected = facts.seconds if self._prediction is None else float(self._prediction.seconds_S[index])
+        self.exploration.measured(index, expected)
         if facts.counts:
-            self.time.learn(facts)
+            self.time.learn(facts, index)
+        else:
+            self._catch_up += CATCH_UP_LEARNED * ((facts.seconds - expected) / facts.batch - self._catch_up)
+        self._ran = index
+        if index != self._current and facts.seconds > expected:
+            self.exploration.charge(facts.seconds, expected)
 
     def new_drafter(self) -> None:
         self.acceptance.restart()
+        self.exploration.new_drafter()
