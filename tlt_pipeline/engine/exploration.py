@@ -20,20 +20,20 @@ from tlt_pipeline.engine.strategies import Strategy
 Floats = NDArray[np.float64]
 Kind = Literal["off", "ngram", "eagle", "tree"]
 
-EARNED = 0.012
+EARNED = 0.015
 """Share of the time that may be lost by trials."""
 AT_START, AT_MOST, DEBT = 8.0, 20.0, 8.0
 """Steps that may be lost at the start; that can be saved up; that are owed at most where a trial lost more than was
 expected."""
-TRIAL = 4
-"""Steps of a trial: the first one of a drafter that didn't run may have to catch up."""
+TRIAL, EAGLE_TRIAL = 2, 4
+"""Steps of a trial: the first one of a drafter that didn't run has to catch up."""
 TRIED, TRIED_IF_DUE = 0.1, 0.3
 """Chance of a trial in a step in which one is worth its time; if a kind is to be tried again."""
-RETRIED_AFTER = 1000
+RETRIED_AFTER = 2000
 """A kind is tried again after so many steps in which it didn't run."""
 UNSURE_TIME, UNSURE_TOKENS, UNSURE_ROWS = 0.1, 0.25, 4.0
 """Of a strategy that was never measured, relative; the latter halves with three times so many rows."""
-OPTIMISM = 1.5
+OPTIMISM = 2.0
 """So many of these may the truth be better than the prediction."""
 
 
@@ -43,12 +43,13 @@ class Exploration:
         self._kinds: list[Kind] = [_kind(each) for each in strategies]
         self._kind_S = {kind: np.array([each == kind for each in self._kinds]) for kind in dict.fromkeys(self._kinds)}
         self._due: dict[Kind, int] = dict.fromkeys(self._kinds, 0)
+        self.trial_S = np.array([EAGLE_TRIAL if each.drafter == "eagle" else TRIAL for each in strategies])
         self._eagle_S = np.array([float(each.drafter == "eagle") for each in strategies])
         self._step = 0
         self._seconds: float | None = None
 
     def pick(self, rates_S: Floats, seconds_S: Floats, once: float, unsure_S: Callable[[], Floats]) -> int:
-        """The strategy to try for TRIAL steps, or -1. rates_S: expected tokens a second, 0 where it isn't available;
+        """The strategy to try for `trial_S` steps, or -1. rates_S: expected tokens a second, 0 where it isn't available;
         seconds_S: of a step; once: seconds that an eagle strategy's first step takes more; unsure_S: how far, relative,
         the rates may be off."""
         if self._seconds is None:
@@ -57,14 +58,14 @@ class Exploration:
         if self._random.random() >= (TRIED_IF_DUE if due else TRIED):
             return -1
         best = float(rates_S.max())
-        lost_S = TRIAL * seconds_S * (1 - rates_S / best) + once * self._eagle_S
+        lost_S = self.trial_S * seconds_S * (1 - rates_S / best) + once * self._eagle_S
         possible_S = (rates_S > 0) & (lost_S <= self._seconds)
         for kind in due:
             of_kind_S = np.where(self._kind_S[kind] & possible_S, rates_S, 0.0)
             if of_kind_S.any():
                 return self._pay(int(of_kind_S.argmax()), lost_S)
         gain_S = rates_S * (1 + OPTIMISM * unsure_S()) / best - 1.01
-        worth_S = np.where(possible_S & (rates_S < best) & (gain_S > 0), gain_S, 0.0)
+        worth_S = np.where(possible_S & (rates_S < best) & (gain_S > 0), gain_S / (lost_S + 0.05 * seconds_S), 0.0)
         if not worth_S.any():
             return -1
         return self._pay(self._random.choices(range(len(worth_S)), worth_S.tolist())[0], lost_S)

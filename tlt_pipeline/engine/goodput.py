@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt_pipeline.engine.acceptance import Acceptance
-from tlt_pipeline.engine.exploration import TRIAL, Exploration, unsure
+from tlt_pipeline.engine.exploration import Exploration, unsure
 from tlt_pipeline.engine.step_time import StepTime
 from tlt_pipeline.engine.strategies import OFF, BatchState, StepFacts, Strategy
 
@@ -90,7 +90,7 @@ class Goodput:
         )
         if tried < 0 or tried == best:
             return best
-        self._trial, self._trial_steps = tried, TRIAL - 1
+        self._trial, self._trial_steps = tried, int(self.exploration.trial_S[tried]) - 1
         return tried
 
     def _switch(self, rates_S: NDArray[np.float64]) -> int:
