@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,11 +44,10 @@ class World:
     interrupted: float = 0.01
     noise: float = 0.1
     seed: int = 0
-    random: Random = field(init=False)
     missed: int = 0
 
     def __post_init__(self) -> None:
-        self.random = Random(self.seed)
+        self.random = np.random.default_rng(self.seed)
 
     def seconds(self, strategy: Strategy, batch: int, context: int, verified: int) -> float:
         rows = batch * verified
@@ -93,13 +91,13 @@ class World:
 
     def step(self, strategy: Strategy, state: BatchState) -> tuple[StepFacts, float]:
         """One decode step -> what a policy is told of it, and the seconds it would have taken without noise."""
-        matched = sum(self.random.random() < self.matches for _ in range(state.batch))
+        matched = int(self.random.binomial(state.batch, self.matches))
         verified = 1 if strategy.drafter == "ngram" and not matched else 1 + strategy.verify
         alive, accepted = matched if strategy.drafter == "ngram" else state.batch, []
         for position, rate in enumerate(self.rates(strategy)):
             if strategy.drafter == "ngram" and position == 0:
                 rate = self.copied
-            alive = sum(self.random.random() < rate for _ in range(alive))
+            alive = int(self.random.binomial(alive, rate))
             accepted.append(alive)
         seconds = self.seconds(strategy, state.batch, state.context, verified)
         behind = self.missed if strategy.drafter == "eagle" else 0
@@ -145,6 +143,14 @@ class Outcome:
         return sum(a != b for a, b in zip(self.chosen, self.chosen[1:], strict=False))
 
 
+def tail(steps: int, batch: int = 64) -> list[BatchState]:
+    """A batch of long-tailed answers until the last one is done: most end early, a few run on."""
+    sizes = [max(1, round(batch * (1 - step / steps) ** 3)) for step in range(steps)]
+    return [
+        state_of(size, 128 + step // 4, 1000 if step < steps - 50 else steps - step) for step, size in enumerate(sizes)
+    ]
+
+
 def run(policy: StrategyPolicy, world: World, states: list[BatchState]) -> Outcome:
     """Expected tokens of what was chosen in each step and the time that the best strategy, and `off`, would have taken
     for as many, against the time taken."""
@@ -158,13 +164,9 @@ def run(policy: StrategyPolicy, world: World, states: list[BatchState]) -> Outco
         policy.measured(facts)
         if id(state) not in rates:
             rates[id(state)] = world.rate(world.best(state), state), world.rate(OFF, state)
-        tokens = world.rate(strategy, state) * expected_seconds(world, strategy, state)
-        took += seconds if strategy.drafter != "ngram" else expected_seconds(world, strategy, state)
+        tokens = world.expected_tokens(strategy, state.remaining_B)
+        took += seconds if strategy.drafter != "ngram" else tokens / world.rate(strategy, state)
         best += tokens / rates[id(state)][0]
         off += tokens / rates[id(state)][1]
         chosen.append(strategy)
     return Outcome(best / took, off / took, chosen)
-
-
-def expected_seconds(world: World, strategy: Strategy, state: BatchState) -> float:
-    return world.expected_tokens(strategy, state.remaining_B) / world.rate(strategy, state)

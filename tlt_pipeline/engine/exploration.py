@@ -49,9 +49,9 @@ class Exploration:
         self._seconds: float | None = None
 
     def pick(self, rates_S: Floats, seconds_S: Floats, once: float, unsure_S: Callable[[], Floats]) -> int:
-        """The strategy to try for `trial_S` steps, or -1. rates_S: expected tokens a second, 0 where it isn't available;
-        seconds_S: of a step; once: seconds that an eagle strategy's first step takes more; unsure_S: how far, relative,
-        the rates may be off."""
+        """The strategy to try for `trial_S` steps, or -1. rates_S: expected tokens a second, 0 where it isn't
+        available; seconds_S: of a step; once: seconds that an eagle strategy's first step takes more; unsure_S: how
+        far, relative, the rates may be off."""
         if self._seconds is None:
             self._seconds = AT_START * float(seconds_S[0])
         due = [kind for kind, step in self._due.items() if step <= self._step]

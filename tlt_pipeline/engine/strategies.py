@@ -89,7 +89,8 @@ class BatchState:
 class StepFacts:
     """One decode step. `verified`: tokens a row that the pass read (1 + proposals; an n-gram step without a match has
     1); `accepted`: for each draft position, how many rows had it accepted (and all before it). `counts`: false where
-    the step's time says nothing of its strategy: a drafter's cache was caught up in it."""
+    the step's time says nothing of its strategy: a drafter's cache was caught up in it; `drafts`: rows that had a
+    proposal, None: all that had one to verify."""
 
     strategy: Strategy
     batch: int
@@ -99,6 +100,7 @@ class StepFacts:
     verified: int
     accepted: tuple[int, ...] = ()
     counts: bool = True
+    drafts: int | None = None
 
 
 class StrategyPolicy(Protocol):

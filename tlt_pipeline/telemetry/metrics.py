@@ -30,13 +30,18 @@ _COUNTERS = {
     "trained_tokens": ("tlt:trained_tokens", "Tokens trained on, by learner or drafter trainer."),
     "published": ("tlt:weights_published", "Weight versions published."),
     "switches": ("tlt:strategy_switches", "Decode steps with another strategy than the one before."),
+    "stand_ins": ("tlt:strategy_stand_ins", "Decode steps in which n-grams stood in for a drafter not there yet."),
 }
 _BY_STRATEGY = {
     "steps": ("tlt:strategy_steps", "Decode steps."),
     "tokens": ("tlt:strategy_tokens", "Tokens committed."),
     "seconds": ("tlt:strategy_seconds", "Seconds spent."),
+    "drafts": ("tlt:strategy_num_drafts", "Rows that had a proposal to verify."),
+    "draft_tokens": ("tlt:strategy_num_draft_tokens", "Tokens proposed."),
+    "accepted_tokens": ("tlt:strategy_num_accepted_tokens", "Proposed tokens accepted."),
 }
-"""Labels: strategy, and batch: running answers, rounded up to a power of two."""
+"""Labels: strategy, and batch: running answers, rounded up to a power of two. While steps run; the totals that vLLM has
+too are counted when an answer is done."""
 
 
 class Metrics:
@@ -52,6 +57,7 @@ class Metrics:
     trained_tokens: Counter
     published: Counter
     switches: Counter
+    stand_ins: Counter
 
     def __init__(self, role: str, slot: int | None) -> None:
         self.registry = CollectorRegistry()
@@ -62,7 +68,7 @@ class Metrics:
         self._skipped = self._labelled("tlt:skipped", "Work left undone.", "reason")
         self._not_speculated = self._labelled("tlt:not_speculated", "Decode steps without a proposal.", "reason")
         self._accepted = self._labelled(
-            "tlt:spec_decode_num_accepted_tokens_per_pos", "Proposed tokens accepted.", "strategy", "position"
+            "tlt:spec_decode_num_accepted_tokens_per_pos", "Proposed tokens accepted.", "strategy", "batch", "position"
         )
         self._by_strategy = {
             key: self._labelled(name, text, "strategy", "batch") for key, (name, text) in _BY_STRATEGY.items()
@@ -76,12 +82,13 @@ class Metrics:
         return Counter(name, text, [*self._labels, *labels], registry=self.registry)
 
     def count_steps(self, strategy: str, batch: int, **amounts: float) -> None:
-        """Adds `steps`, `tokens` and `seconds` that a strategy took at a batch size."""
+        """Adds what a strategy did at a batch size: see `_BY_STRATEGY`."""
         for key, amount in amounts.items():
             self._by_strategy[key].labels(**self._labels, strategy=strategy, batch=str(batch)).inc(amount)
 
-    def count_accepted(self, strategy: str, position: int, amount: int) -> None:
-        self._accepted.labels(**self._labels, strategy=strategy, position=str(position)).inc(amount)
+    def count_accepted(self, strategy: str, batch: int, position: int, amount: int) -> None:
+        labels = {**self._labels, "strategy": strategy, "batch": str(batch), "position": str(position)}
+        self._accepted.labels(**labels).inc(amount)
 
     def count_not_speculated(self, reason: str, amount: int) -> None:
         self._not_speculated.labels(**self._labels, reason=reason).inc(amount)
