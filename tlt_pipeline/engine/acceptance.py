@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 MEMORY_ROWS, MEMORY_STEPS = 200, 33
 """What was tried is forgotten over so many rows, and not faster than over so many steps."""
-AFTER_RESTART, ROWS_AFTER_RESTART = 0.25, 16.0
+AFTER_RESTART, ROWS_AFTER_RESTART = 0.25, 8.0
 """Share of what is known of a drafter that outlives its change, and how many rows of it at most."""
 OTHER_BATCHES = 0.25
 PRIOR_ROWS, POOLED_ROWS = 4.0, 12.0

@@ -24,6 +24,8 @@ large one at once, one of 3 % after five steps, so that neither noise nor a batc
 it go to and fro, and none is waited for long."""
 NO_LEAD = 0.005
 """Less of a lead isn't counted."""
+GOES_ON, PROLONGED = 2, 20
+"""Steps for which a trial that does well is prolonged, and how often."""
 CATCH_UP_LEARNED = 0.3
 AS_BEFORE = 4
 """Steps for which a prediction holds if the batch is the same: a decision shouldn't cost what it gains."""
@@ -50,6 +52,7 @@ class Goodput:
         self._available_S = np.zeros(len(strategies))
         self._current, self._lead = 0, 0.0
         self._trial, self._trial_steps = 0, 0
+        self._prolonged = 0
         self._ran, self._catch_up = 0, 0.0
         self._prediction: _Prediction | None = None
 
@@ -91,6 +94,7 @@ class Goodput:
         if tried < 0 or tried == best:
             return best
         self._trial, self._trial_steps = tried, int(self.exploration.trial_S[tried]) - 1
+        self._prolonged = PROLONGED
         return tried
 
     def _switch(self, rates_S: NDArray[np.float64]) -> int:
@@ -116,8 +120,16 @@ class Goodput:
         else:
             self._catch_up += CATCH_UP_LEARNED * ((facts.seconds - expected) / facts.batch - self._catch_up)
         self._ran = index
-        if index != self._current and facts.seconds > expected:
+        if index != self._current:
+            self._judge_trial(facts, expected)
+
+    def _judge_trial(self, facts: StepFacts, expected: float) -> None:
+        """A trial that does better than the best strategy promises goes on: it pays, and a few steps prove little."""
+        if facts.seconds > expected:
             self.exploration.charge(facts.seconds, expected)
+        if self._prediction and facts.committed > facts.seconds * self._prediction.rates_S.max() and self._prolonged:
+            self._trial_steps = max(self._trial_steps, GOES_ON)
+            self._prolonged -= 1
 
     def new_drafter(self) -> None:
         self.acceptance.restart()
