@@ -24,7 +24,8 @@ class World:
     """Seconds are in units of a millisecond. `right`: chance that a chain's proposal is accepted; `caught`: share of
     its misses that a tree of enough nodes catches; `matches`: chance that a row has an n-gram match; `copied`: that a
     token of one is accepted. Verified tokens are free up to `free_rows`, then cost `per_token`; `catch_up`: what it
-    costs to turn the drafter on after a step without it, for each row and step missed."""
+    costs to turn the drafter on after a step without it, for each row and step missed; `slowed`: by how much others
+    slow the machine down, half of the time."""
 
     right: float = 0.7
     caught: float = 0.4
@@ -43,8 +44,10 @@ class World:
     catch_up: float = 0.004
     interrupted: float = 0.01
     noise: float = 0.1
+    slowed: float = 1.0
     seed: int = 0
     missed: int = 0
+    steps: int = 0
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(self.seed)
@@ -104,6 +107,8 @@ class World:
         self.missed = 0 if strategy.drafter == "eagle" else min(self.missed + 1, 128)
         seconds += self.catch_up * 1e-3 * state.batch * behind
         noise = 1.0 + self.noise * self.random.random() + (5.0 if self.random.random() < self.interrupted else 0.0)
+        self.steps += 1
+        noise *= self.slowed if self.steps // 120 % 2 else 1.0
         committed = state.batch + sum(accepted)
         facts = StepFacts(
             strategy,

@@ -5,7 +5,8 @@ A rate is the chance that a position's draw is among the proposals if all before
 theirs. A tree's, by shape, start from the chain's plus a share of its misses, learned for all trees together. Each
 size of the batch has its own, since what runs in the tail is other than what runs in the bulk, with all together as the
 prior. What is old is forgotten.
-Shapes: S = strategies, J = 1 + draft positions, B = running answers.
+Shapes: S = strategies, G = groups that share rates (n-gram chains, eagle chains, each tree), D = draft positions,
+J = 1 + D, B = running answers.
 """
 
 from __future__ import annotations
@@ -28,54 +29,59 @@ EAGLE_PRIOR, NGRAM_PRIOR, NGRAM_LATER_PRIOR = 0.7, 0.4, 0.8
 """Rates before anything is known; once an n-gram matched one token, more follow."""
 SHARE_PRIOR, SHARE_PRIOR_ROWS = 0.35, 20.0
 """Of a chain's misses, what a tree catches."""
+NGRAM, EAGLE, TREES = 0, 1, 2
+"""Groups; trees from the last one on."""
 
 
 class _Counts:
-    """Of one drafter (and shape), by position: rows that were tried and that had it accepted."""
+    """By group and position: rows that were tried and that had it accepted."""
 
-    def __init__(self, depth: int) -> None:
-        self.accepted = [0.0] * depth
-        self.tried = [0.0] * depth
+    def __init__(self, groups: int, depth: int) -> None:
+        self.accepted_GD = np.zeros((groups, depth))
+        self.tried_GD = np.zeros((groups, depth))
 
-    def add(self, rows: int, accepted: tuple[int, ...]) -> None:
-        self.fade(max(1 - rows / MEMORY_ROWS, 1 - 1 / MEMORY_STEPS))
-        alive = rows
-        for position, count in enumerate(accepted):
-            self.accepted[position] += count
-            self.tried[position] += alive
-            alive = count
+    def add(self, group: int, rows: int, tried: list[int], accepted: list[int]) -> None:
+        kept = _kept(rows)
+        for counts_GD, added in ((self.tried_GD, tried), (self.accepted_GD, accepted)):
+            counts_GD[group] *= kept
+            counts_GD[group, : len(added)] += added
 
-    def rate(self, position: int, otherwise: float, rows: float) -> float:
-        """`otherwise` counts as so many rows that were tried."""
-        return (self.accepted[position] + rows * otherwise) / (self.tried[position] + rows)
-
-    def fade(self, kept: float) -> None:
-        self.accepted = [count * kept for count in self.accepted]
-        self.tried = [count * kept for count in self.tried]
+    def rates(self, groups: slice, priors: Floats, rows: float) -> Floats:
+        """`priors` count as so many rows that were tried."""
+        return (self.accepted_GD[groups] + rows * priors) / (self.tried_GD[groups] + rows)
 
     def restart(self) -> None:
-        self.fade(min(AFTER_RESTART, ROWS_AFTER_RESTART / max(self.tried[0], ROWS_AFTER_RESTART)))
+        first_G = self.tried_GD[EAGLE:, 0]
+        kept_G1 = np.minimum(AFTER_RESTART, ROWS_AFTER_RESTART / np.maximum(first_G, ROWS_AFTER_RESTART))[:, None]
+        self.accepted_GD[EAGLE:] *= kept_G1
+        self.tried_GD[EAGLE:] *= kept_G1
 
 
 class Acceptance:
     def __init__(self, strategies: tuple[Strategy, ...]) -> None:
         self.depth = max(each.depth for each in strategies)
-        self._trees = sorted({str(each) for each in strategies if each.is_tree})
-        self._groups = ["ngram", "eagle", *self._trees]
-        self._caught, self._missed = 0.0, 0.0
-        self._all = self._new()
-        self._buckets: dict[int, dict[str, _Counts]] = {}
-        self._group_S = np.array([self._groups.index(_group(each)) if each.depth else 0 for each in strategies])
+        trees = list(dict.fromkeys(each for each in strategies if each.is_tree))
+        self._group = {each: _group(each, trees) for each in strategies}
+        self._group_S = np.array([self._group[each] for each in strategies])
         self._reached_SJ = np.array([[j <= each.depth for j in range(self.depth + 1)] for each in strategies], float)
         self._positions_J = np.arange(self.depth + 1)
+        self._ngram_prior_D = np.full(self.depth, NGRAM_LATER_PRIOR)
+        self._ngram_prior_D[:1] = NGRAM_PRIOR
+        self._caught, self._missed = 0.0, 0.0
+        self._groups = TREES + len(trees)
+        self._all = _Counts(self._groups, self.depth)
+        self._buckets: dict[int, _Counts] = {}
 
     def learn(self, facts: StepFacts) -> None:
-        if facts.strategy.is_tree:
-            self._learn_share(facts)
-        group = _group(facts.strategy)
-        accepted = facts.accepted[: facts.strategy.depth] + (0,) * (facts.strategy.depth - len(facts.accepted))
+        """`facts`: of a strategy with proposals."""
+        depth, group = facts.strategy.depth, self._group[facts.strategy]
+        # a step that proposed less had nothing accepted there
+        accepted = [*facts.accepted[:depth], *[0] * (depth - len(facts.accepted))]
+        tried = [facts.batch, *accepted[:-1]]
+        if group >= TREES:
+            self._learn_share(facts.batch, tried, accepted)
         for counts in (self._all, self._bucket(facts.batch)):
-            counts[group].add(facts.batch, accepted)
+            counts.add(group, facts.batch, tried, accepted)
 
     def expected_tokens(self, batch: int, remaining_B: NDArray[np.int64]) -> Floats:
         """That a pass of all rows commits, bonus tokens included, with each strategy [S]; no row gets more than
@@ -87,72 +93,70 @@ class Acceptance:
 
     def rows(self, batch: int) -> Floats:
         """Rows that say something of each strategy's first position, lately [S]; those of other batch sizes less."""
-        here, pooled = self._bucket(batch), self._all
-        rows = [here[group].tried[0] + OTHER_BATCHES * pooled[group].tried[0] for group in self._groups]
-        return np.array(rows)[self._group_S]
+        rows_G = self._bucket(batch).tried_GD[:, 0] + OTHER_BATCHES * self._all.tried_GD[:, 0]
+        return rows_G[self._group_S]
 
     def restart(self) -> None:
         """Another version of the trained drafter."""
         for counts in (self._all, *self._buckets.values()):
-            for group in self._groups[1:]:
-                counts[group].restart()
+            if self.depth:
+                counts.restart()
 
     def _alive(self, batch: int) -> Floats:
         """The chance that so many proposals are accepted, or more [S, J]."""
-        here, pooled = self._bucket(batch), self._all
-        ngram, _ = self._chain_rates(here["ngram"], pooled["ngram"], NGRAM_PRIOR, NGRAM_LATER_PRIOR)
-        eagle, eagle_pooled = self._chain_rates(here["eagle"], pooled["eagle"], EAGLE_PRIOR, None)
-        rates = [ngram, eagle]
-        for tree in self._trees:
-            rates.append(self._tree_rates(here[tree], pooled[tree], eagle, eagle_pooled))
-        return np.cumprod(np.array(rates), 1)[self._group_S] * self._reached_SJ
+        alive_GJ = np.ones((self._groups, self.depth + 1))
+        self._rates(self._bucket(batch)).cumprod(1, out=alive_GJ[:, 1:])
+        return alive_GJ[self._group_S] * self._reached_SJ
 
-    def _chain_rates(
-        self, here: _Counts, pooled: _Counts, prior: float, later: float | None
-    ) -> tuple[list[float], list[float]]:
-        """1 and the rates by position, at this batch size and at all. A position that was hardly tried is taken to be
-        like the one before it, or like `later`."""
-        rates, overall = [1.0], [1.0]
-        for position in range(self.depth):
-            overall.append(pooled.rate(position, prior, PRIOR_ROWS))
-            rates.append(here.rate(position, overall[-1], POOLED_ROWS))
-            prior = overall[-1] if later is None else later
-        return rates, overall
+    def _rates(self, here: _Counts) -> Floats:
+        """By group and position [G, D], at one batch size."""
+        ngram, eagle, trees = slice(NGRAM, EAGLE), slice(EAGLE, TREES), slice(TREES, None)
+        rates_GD = np.empty_like(here.tried_GD)
+        ngram_D = self._all.rates(ngram, self._ngram_prior_D, PRIOR_ROWS)
+        rates_GD[ngram] = here.rates(ngram, ngram_D, POOLED_ROWS)
+        chain_D = self._chain_rates()
+        rates_GD[eagle] = here.rates(eagle, chain_D, POOLED_ROWS)
+        if self._groups > TREES:
+            missed_D = 1 - chain_D
+            trees_TD = self._all.rates(trees, chain_D + self._share() * missed_D, POOLED_ROWS)
+            # the chain's rate here, and the tree's lead over the chain at all sizes
+            lead_TD = np.maximum((trees_TD - chain_D) / np.maximum(missed_D, 0.01), 0.0)
+            prior_TD = rates_GD[eagle] + lead_TD * (1 - rates_GD[eagle])
+            rates_GD[trees] = here.rates(trees, np.minimum(prior_TD, 1.0), POOLED_ROWS)
+        return rates_GD
 
-    def _tree_rates(self, here: _Counts, pooled: _Counts, chain: list[float], chain_pooled: list[float]) -> list[float]:
-        share = self._share()
-        rates = [1.0]
-        for position in range(self.depth):
-            before = chain_pooled[position + 1]
-            overall = pooled.rate(position, before + share * (1 - before), POOLED_ROWS)
-            # the chain's rate here and this tree's lead over the chain elsewhere
-            lead = max((overall - before) / max(1 - before, 0.01), 0.0)
-            prior = chain[position + 1] + lead * (1 - chain[position + 1])
-            rates.append(here.rate(position, min(prior, 1.0), POOLED_ROWS))
-        return rates
+    def _chain_rates(self) -> Floats:
+        """Of eagle chains at all batch sizes. A position that was hardly tried is taken to be like the one before."""
+        rates, rate = [], EAGLE_PRIOR
+        counted = zip(self._all.accepted_GD[EAGLE].tolist(), self._all.tried_GD[EAGLE].tolist(), strict=True)
+        for accepted, tried in counted:
+            rate = (accepted + PRIOR_ROWS * rate) / (tried + PRIOR_ROWS)
+            rates.append(rate)
+        return np.array(rates)
 
     def _share(self) -> float:
         share = (self._caught + SHARE_PRIOR * SHARE_PRIOR_ROWS) / (self._missed + SHARE_PRIOR_ROWS)
         return min(max(share, 0.0), 0.95)
 
-    def _learn_share(self, facts: StepFacts) -> None:
-        _, chain = self._chain_rates(self._all["eagle"], self._all["eagle"], EAGLE_PRIOR, None)
-        kept, alive = max(1 - facts.batch / MEMORY_ROWS, 1 - 1 / MEMORY_STEPS), facts.batch
+    def _learn_share(self, rows: int, tried: list[int], accepted: list[int]) -> None:
+        kept = _kept(rows)
         self._caught, self._missed = kept * self._caught, kept * self._missed
-        for rate, count in zip(chain[1:], facts.accepted, strict=False):
+        for rate, alive, count in zip(self._chain_rates().tolist(), tried, accepted, strict=False):
             self._caught += count - alive * rate
             self._missed += alive * (1 - rate)
-            alive = count
 
-    def _bucket(self, batch: int) -> dict[str, _Counts]:
+    def _bucket(self, batch: int) -> _Counts:
         bucket = batch_bucket(batch)
         if bucket not in self._buckets:
-            self._buckets[bucket] = self._new()
+            self._buckets[bucket] = _Counts(self._groups, self.depth)
         return self._buckets[bucket]
 
-    def _new(self) -> dict[str, _Counts]:
-        return {group: _Counts(self.depth) for group in self._groups}
+
+def _kept(rows: int) -> float:
+    return max(1 - rows / MEMORY_ROWS, 1 - 1 / MEMORY_STEPS)
 
 
-def _group(strategy: Strategy) -> str:
-    return str(strategy) if strategy.is_tree else strategy.drafter
+def _group(strategy: Strategy, trees: list[Strategy]) -> int:
+    if strategy.is_tree:
+        return TREES + trees.index(strategy)
+    return EAGLE if strategy.drafter == "eagle" else NGRAM

@@ -26,7 +26,7 @@ NOISE = 0.1
 """Of a time measured, relative; the prior's own is 1."""
 FORGETTING = 0.995
 """Share that what is known keeps of its weight at the next step, in the direction that this one informs."""
-RATIO_KEPT, RATIO_PRIOR = 0.95, 3.0
+RATIO_KEPT, RATIO_PRIOR = 0.97, 5.0
 """The same for a strategy's ratio at each of its steps; steps that the model counts as."""
 ALIKE = (0.3, 0.1)
 """What a step says of another strategy of the same drafter, and of another drafter, if they verify as much."""
