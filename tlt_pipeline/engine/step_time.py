@@ -34,9 +34,10 @@ WIDTH_KEPT = 0.95
 SPEED_LEARNED = 0.05
 FIRST_STEPS = 16
 """So many are fitted anew with each one more, from a prior of the scale that most of them have."""
-OUTLIER = 1.3
+OUTLIER, FIRST_OUTLIER = 1.3, 2.0
 """A step that took so many times what was predicted was interrupted, or the first of its kind, which compiles and
-allocates; it is counted as no more, unless the strategy's step before it was as slow."""
+allocates; it is counted as no more, unless the strategy's step before it was as slow. Of the first steps, the prior
+says little."""
 SETTLED_STEPS, SELDOM = 100, 4
 """After so many steps the model learns only from every fourth one, and from the first one of another strategy."""
 KNEE = 32
@@ -100,22 +101,25 @@ class StepTime:
             self._ngram_width[bucket] = WIDTH_KEPT * before + (1 - WIDTH_KEPT) * share
         features_F = np.array(_parts(facts.strategy, facts.verified)) * _scales(facts.batch, facts.context)
         features_F[-1] = max(facts.batch * facts.verified - KNEE, 0)
-        ratios = self._ratios(bucket)
         seconds = max(facts.seconds, 1e-6)
-        if self.known:
-            model = self._speed * float(features_F @ self._weights_F)
-            predicted = model * self._ratio(ratios, index)
-            last, ratios.last_S[index] = float(ratios.last_S[index]), seconds / model
-            seconds = min(seconds, OUTLIER * max(predicted, last * model))
-            self._follow_speed(seconds / predicted, float(ratios.steps_S[index]))
+        if self.known < FIRST_STEPS:
+            self._fit_first(features_F, seconds)
+        else:
+            self._learn(features_F, seconds, self._ratios(bucket), index)
+        self._last = index
+        self.known += 1
+
+    def _learn(self, features_F: Floats, seconds: float, ratios: _Ratios, index: int) -> None:
+        model = self._speed * float(features_F @ self._weights_F)
+        predicted = model * self._ratio(ratios, index)
+        last, ratios.last_S[index] = float(ratios.last_S[index]), seconds / model
+        seconds = min(seconds, OUTLIER * max(predicted, last * model))
+        self._follow_speed(seconds / predicted, float(ratios.steps_S[index]))
         seconds /= self._speed
         if not self.settled or index != self._last or self.known % SELDOM == 0:
-            self._fit(features_F, seconds)
-        self._last = index
-        if self.known:  # the very first step has nothing to be held against
-            for sums, added in ((ratios.seconds_S, seconds), (ratios.features_SF, features_F), (ratios.steps_S, 1.0)):
-                sums[index] = RATIO_KEPT * sums[index] + added
-        self.known += 1
+            self._regress(features_F, seconds)
+        for sums, added in ((ratios.seconds_S, seconds), (ratios.features_SF, features_F), (ratios.steps_S, 1.0)):
+            sums[index] = RATIO_KEPT * sums[index] + added
 
     def _ratio(self, ratios: _Ratios, index: int) -> float:
         alike_S = self._alike_SS[index]
@@ -124,19 +128,16 @@ class StepTime:
 
     def _follow_speed(self, ratio: float, steps: float) -> None:
         # a strategy that was hardly measured says more of itself than of the machine
-        if self.known >= FIRST_STEPS:
-            self._speed *= math.exp(SPEED_LEARNED * steps / (steps + 8) * min(max(math.log(ratio), -0.5), 0.5))
+        self._speed *= math.exp(SPEED_LEARNED * steps / (steps + 8) * min(max(math.log(ratio), -0.5), 0.5))
 
-    def _fit(self, features_F: Floats, seconds: float) -> None:
-        if self.known >= FIRST_STEPS:
-            self._regress(features_F, seconds)
-            return
+    def _fit_first(self, features_F: Floats, seconds: float) -> None:
+        """No ratios yet: the first steps of all compile and allocate."""
         self._first.append((features_F, seconds))
         scales = sorted(took / float(each_F @ PRIOR_F) for each_F, took in self._first)
         scale = scales[(len(scales) - 1) // 2]
         self._weights_F, self._information_FF = scale * PRIOR_F, _prior_information(scale)
         for each_F, took in self._first:
-            self._regress(each_F, min(took, 3 * scale * float(each_F @ PRIOR_F)))
+            self._regress(each_F, min(took, FIRST_OUTLIER * scale * float(each_F @ PRIOR_F)))
 
     def _regress(self, features_F: Floats, seconds: float) -> None:
         """Recursive least squares of the relative error, so that large batches don't rule the fit. Only what this step
