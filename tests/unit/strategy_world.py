@@ -128,6 +128,7 @@ def remaining(batch: int, tokens: int) -> NDArray[np.int64]:
     return np.full(batch, tokens)
 
 
+@cache
 def state_of(
     batch: int, context: int = 128, tokens: int = 1000, available: tuple[Strategy, ...] = STRATEGIES
 ) -> BatchState:
@@ -152,7 +153,8 @@ def tail(steps: int, batch: int = 64) -> list[BatchState]:
     """A batch of long-tailed answers until the last one is done: most end early, a few run on."""
     sizes = [max(1, round(batch * (1 - step / steps) ** 3)) for step in range(steps)]
     return [
-        state_of(size, 128 + step // 4, 1000 if step < steps - 50 else steps - step) for step, size in enumerate(sizes)
+        state_of(size, 128 + 64 * (step // 256), 1000 if step < steps - 50 else steps - step)
+        for step, size in enumerate(sizes)
     ]
 
 

@@ -31,8 +31,9 @@ TRIED, TRIED_IF_DUE = 0.1, 0.3
 """Chance of a trial in a step in which one is worth its time; if a kind is to be tried again."""
 RETRIED_AFTER = 1000
 """A kind is tried again after so many steps in which it didn't run."""
-UNSURE_TIME, UNSURE_TOKENS, UNSURE_ROWS = 0.1, 0.25, 4.0
-"""Of a strategy that was never measured, relative; the latter halves with three times so many rows."""
+UNSURE_TIME, UNSURE_TOKENS, UNSURE_ROWS, UNSURE_LEVELS = 0.1, 0.14, 4.0, 4
+"""Of a strategy that was never measured, relative; of tokens for each level of proposals, up to so many, and halved by
+three times so many rows."""
 OPTIMISM = 2.0
 """So many of these may the truth be better than the prediction."""
 
@@ -95,11 +96,11 @@ class Exploration:
         return index
 
 
-def unsure(steps_S: Floats, rows_S: Floats) -> Floats:
-    """How far predicted rates may be off, relative [S]: of strategies that were measured in so many steps, and whose
-    acceptance was in so many rows."""
-    of_time_S, of_tokens_S = UNSURE_TIME**2 / (1 + steps_S), UNSURE_TOKENS**2 / (1 + rows_S / UNSURE_ROWS)
-    return np.sqrt(of_time_S + of_tokens_S)
+def unsure(steps_S: Floats, rows_S: Floats, depth_S: Floats) -> Floats:
+    """How far predicted rates may be off, relative [S]: of strategies of these depths that were measured in so many
+    steps, and whose acceptance was in so many rows."""
+    of_tokens_S = UNSURE_TOKENS * np.minimum(depth_S, UNSURE_LEVELS)
+    return np.sqrt(UNSURE_TIME**2 / (1 + steps_S) + of_tokens_S**2 / (1 + rows_S / UNSURE_ROWS))
 
 
 def _kind(strategy: Strategy) -> Kind:

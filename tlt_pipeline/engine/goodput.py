@@ -48,6 +48,7 @@ class Goodput:
         self.time, self.acceptance = StepTime(strategies), Acceptance(strategies)
         self.exploration = Exploration(strategies, seed)
         self._index = {strategy: index for index, strategy in enumerate(strategies)}
+        self._depth_S = np.array([float(each.depth) for each in strategies])
         self._available: tuple[Strategy, ...] = ()
         self._available_S = np.zeros(len(strategies))
         self._current, self._lead = 0, 0.0
@@ -89,7 +90,7 @@ class Goodput:
             predicted.rates_S,
             predicted.seconds_S,
             batch * self._catch_up if behind else 0.0,
-            lambda: unsure(self.time.steps(batch), self.acceptance.rows(batch)),
+            lambda: unsure(self.time.steps(batch), self.acceptance.rows(batch), self._depth_S),
         )
         if tried < 0 or tried == best:
             return best
