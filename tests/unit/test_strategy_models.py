@@ -81,14 +81,14 @@ def test_a_measured_strategy_is_known_where_the_model_is_wrong() -> None:
         time.learn(replace(facts, seconds=2 * facts.seconds), tree)
     found = errors(time, world, 8, 128)
     assert found["eagle-4x4x12"] == pytest.approx(1.0, abs=0.2)
-    assert abs(found["eagle-2"]) < 0.15 and abs(errors(time, world, 1, 128)["off"]) < 0.15
+    assert abs(found["eagle-2"]) < 0.2 and abs(errors(time, world, 1, 128)["off"]) < 0.15
 
 
 def test_a_slower_machine_is_slower_for_all() -> None:
     world = World(**LINEAR)
     time = timed(world, [(MEASURED[n % 5], 4, 128) for n in range(200)])
     before = time.predict(4, 128)
-    for _ in range(60):
+    for _ in range(160):
         facts, _ = world.step(STRATEGIES[INDEX["eagle-2"]], state_of(4))
         time.learn(replace(facts, seconds=1.5 * facts.seconds), INDEX["eagle-2"])
     slower_S = time.predict(4, 128) / before

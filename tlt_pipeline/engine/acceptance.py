@@ -11,6 +11,8 @@ J = 1 + D, B = running answers.
 
 from __future__ import annotations
 
+from operator import add
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +24,8 @@ MEMORY_ROWS, MEMORY_STEPS = 200, 33
 """What was tried is forgotten over so many rows, and not faster than over so many steps."""
 AFTER_RESTART, ROWS_AFTER_RESTART = 0.25, 8.0
 """Share of what is known of a drafter that outlives its change, and how many rows of it at most."""
+FLUSHED_AFTER = 4
+"""Steps in a row of one group that are counted at once."""
 OTHER_BATCHES = 0.25
 PRIOR_ROWS, POOLED_ROWS = 4.0, 12.0
 """What a guess counts as, and what is known of other batch sizes or trees."""
@@ -40,11 +44,9 @@ class _Counts:
         self.accepted_GD = np.zeros((groups, depth))
         self.tried_GD = np.zeros((groups, depth))
 
-    def add(self, group: int, rows: int, tried: list[int], accepted: list[int]) -> None:
-        kept = _kept(rows)
+    def add(self, group: int, kept: float, tried: list[int], accepted: list[int]) -> None:
         for counts_GD, added in ((self.tried_GD, tried), (self.accepted_GD, accepted)):
-            counts_GD[group] *= kept
-            counts_GD[group, : len(added)] += added
+            counts_GD[group] = kept * counts_GD[group] + added
 
     def rates(self, groups: slice, priors: Floats, rows: float) -> Floats:
         """`priors` count as so many rows that were tried."""
@@ -64,46 +66,64 @@ class Acceptance:
         self._group = {each: _group(each, trees) for each in strategies}
         self._group_S = np.array([self._group[each] for each in strategies])
         self._reached_SJ = np.array([[j <= each.depth for j in range(self.depth + 1)] for each in strategies], float)
-        self._positions_J = np.arange(self.depth + 1)
         self._ngram_prior_D = np.full(self.depth, NGRAM_LATER_PRIOR)
         self._ngram_prior_D[:1] = NGRAM_PRIOR
         self._caught, self._missed = 0.0, 0.0
         self._groups = TREES + len(trees)
         self._all = _Counts(self._groups, self.depth)
         self._buckets: dict[int, _Counts] = {}
+        self._pending_key = (NGRAM, 1)
+        self._pending_steps, self._pending_rows = 0, 0
+        self._tried, self._accepted = [0] * self.depth, [0] * self.depth
 
     def learn(self, facts: StepFacts) -> None:
         """`facts`: of a strategy with proposals."""
         depth, group = facts.strategy.depth, self._group[facts.strategy]
         # a step that proposed less had nothing accepted there
-        accepted = [*facts.accepted[:depth], *[0] * (depth - len(facts.accepted))]
-        tried = [facts.batch, *accepted[:-1]]
+        accepted = [*facts.accepted[:depth], *[0] * (self.depth - min(len(facts.accepted), depth))]
+        tried = [facts.batch, *accepted[: depth - 1], *[0] * (self.depth - depth)]
         if group >= TREES:
             self._learn_share(facts.batch, tried, accepted)
-        for counts in (self._all, self._bucket(facts.batch)):
-            counts.add(group, facts.batch, tried, accepted)
+        key = (group, batch_bucket(facts.batch))
+        if key != self._pending_key or self._pending_steps == FLUSHED_AFTER:
+            self._flush()
+            self._pending_key = key
+        self._pending_steps += 1
+        self._pending_rows += facts.batch
+        self._tried = [*map(add, self._tried, tried)]
+        self._accepted = [*map(add, self._accepted, accepted)]
+
+    def _flush(self) -> None:
+        """Counts what was learned of the last few steps at once: that is a good part of what learning costs."""
+        if self._pending_steps:
+            group, bucket = self._pending_key
+            kept = _kept(self._pending_rows, self._pending_steps)
+            for counts in (self._all, self._bucket(bucket)):
+                counts.add(group, kept, self._tried, self._accepted)
+        self._pending_steps, self._pending_rows = 0, 0
+        self._tried, self._accepted = [0] * self.depth, [0] * self.depth
 
     def expected_tokens(self, batch: int, remaining_B: NDArray[np.int64]) -> Floats:
         """That a pass of all rows commits, bonus tokens included, with each strategy [S]; no row gets more than
         remains to it."""
-        alive_SJ = self._alive(batch)
-        if remaining_B.min() > self.depth:
-            return alive_SJ.sum(1) * len(remaining_B)
-        return alive_SJ @ (remaining_B[:, None] > self._positions_J).sum(0)
+        return limited_tokens(self.alive(batch), remaining_B)
 
     def rows(self, batch: int) -> Floats:
         """Rows that say something of each strategy's first position, lately [S]; those of other batch sizes less."""
+        self._flush()
         rows_G = self._bucket(batch).tried_GD[:, 0] + OTHER_BATCHES * self._all.tried_GD[:, 0]
         return rows_G[self._group_S]
 
     def restart(self) -> None:
         """Another version of the trained drafter."""
+        self._flush()
         for counts in (self._all, *self._buckets.values()):
             if self.depth:
                 counts.restart()
 
-    def _alive(self, batch: int) -> Floats:
-        """The chance that so many proposals are accepted, or more [S, J]."""
+    def alive(self, batch: int) -> Floats:
+        """The chance that so many proposals are accepted, or more, with each strategy [S, J]."""
+        self._flush()
         alive_GJ = np.ones((self._groups, self.depth + 1))
         self._rates(self._bucket(batch)).cumprod(1, out=alive_GJ[:, 1:])
         return alive_GJ[self._group_S] * self._reached_SJ
@@ -139,7 +159,7 @@ class Acceptance:
         return min(max(share, 0.0), 0.95)
 
     def _learn_share(self, rows: int, tried: list[int], accepted: list[int]) -> None:
-        kept = _kept(rows)
+        kept = _kept(rows, 1)
         self._caught, self._missed = kept * self._caught, kept * self._missed
         for rate, alive, count in zip(self._chain_rates().tolist(), tried, accepted, strict=False):
             self._caught += count - alive * rate
@@ -152,8 +172,16 @@ class Acceptance:
         return self._buckets[bucket]
 
 
-def _kept(rows: int) -> float:
-    return max(1 - rows / MEMORY_ROWS, 1 - 1 / MEMORY_STEPS)
+def limited_tokens(alive_SJ: Floats, remaining_B: NDArray[np.int64]) -> Floats:
+    """Expected tokens of a pass with each strategy [S]: row by row as many as are accepted and remain to it."""
+    positions = alive_SJ.shape[1]
+    if remaining_B.min() >= positions:
+        return alive_SJ.sum(1) * len(remaining_B)
+    return alive_SJ @ (remaining_B[:, None] > np.arange(positions)).sum(0)
+
+
+def _kept(rows: int, steps: int) -> float:
+    return max(1 - rows / MEMORY_ROWS, 1 - steps / MEMORY_STEPS)
 
 
 def _group(strategy: Strategy, trees: list[Strategy]) -> int:

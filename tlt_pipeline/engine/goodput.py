@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt_pipeline.engine.acceptance import Acceptance
+from tlt_pipeline.engine.acceptance import Acceptance, limited_tokens
 from tlt_pipeline.engine.exploration import Exploration, unsure
 from tlt_pipeline.engine.step_time import StepTime
 from tlt_pipeline.engine.strategies import OFF, BatchState, StepFacts, Strategy
@@ -28,18 +28,21 @@ GOES_ON, PROLONGED = 2, 20
 """Steps for which a trial that does well is prolonged, and how often."""
 CATCH_UP_LEARNED = 0.3
 """Of the seconds a row that a drafter's first step took more, because it didn't run before."""
-AS_BEFORE = 4
+AS_BEFORE = 7
 """Steps for which a prediction holds if the batch is the same: a decision shouldn't cost what it gains."""
 
 
 @dataclass
 class _Prediction:
-    """`rates_S`: tokens a second, 0 where not available; `steps`: for which it still holds."""
+    """`alive_SJ`: the chance of so many accepted proposals; `rates_S`: tokens a second, 0 where not available; `steps`:
+    for which it still holds; `short`: an answer may get fewer tokens than are proposed."""
 
     batch: int
     seconds_S: NDArray[np.float64]
+    alive_SJ: NDArray[np.float64]
     rates_S: NDArray[np.float64]
     steps: int
+    short: bool = False
 
 
 class Goodput:
@@ -70,15 +73,19 @@ class Goodput:
         return self.strategies[self._try(self._predict(state), state.batch)]
 
     def _predict(self, state: BatchState) -> _Prediction:
-        before, room = self._prediction, int(state.remaining_B.min())
-        if before and before.steps and before.batch == state.batch and room > self.acceptance.depth:
+        before, rows = self._prediction, state.remaining_B
+        short = int(rows.min()) <= self.acceptance.depth
+        if before and before.steps and before.batch == state.batch:
             before.steps -= 1
-            return before
-        seconds_S = self.time.predict(state.batch, state.context)
-        tokens_S = self.acceptance.expected_tokens(state.batch, state.remaining_B)
-        holds = AS_BEFORE - 1 if room > self.acceptance.depth and self.time.settled else 0
-        self._prediction = _Prediction(state.batch, seconds_S, tokens_S / seconds_S * self._available_S, holds)
-        return self._prediction
+            if short or before.short:
+                before.rates_S = limited_tokens(before.alive_SJ, rows) / before.seconds_S * self._available_S
+        else:
+            alive_SJ, seconds_S = self.acceptance.alive(state.batch), self.time.predict(state.batch, state.context)
+            rates_S = limited_tokens(alive_SJ, rows) / seconds_S * self._available_S
+            holds = AS_BEFORE if self.time.settled else 0
+            before = self._prediction = _Prediction(state.batch, seconds_S, alive_SJ, rates_S, holds)
+        before.short = short
+        return before
 
     def _try(self, predicted: _Prediction, batch: int) -> int:
         """A trial's strategy, or the best one."""
@@ -129,6 +136,8 @@ class Goodput:
         """A trial that does better than the best strategy promises goes on: it pays, and a few steps prove little."""
         if facts.seconds > expected:
             self.exploration.charge(facts.seconds, expected)
+        if self._prediction:
+            self._prediction.steps = 0  # it learns from a trial at once
         if self._prediction and facts.committed > facts.seconds * self._prediction.rates_S.max() and self._prolonged:
             self._trial_steps = max(self._trial_steps, GOES_ON)
             self._prolonged -= 1

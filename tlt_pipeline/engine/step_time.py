@@ -38,8 +38,8 @@ OUTLIER, FIRST_OUTLIER = 1.3, 2.0
 """A step that took so many times what was predicted was interrupted, or the first of its kind, which compiles and
 allocates; it is counted as no more, unless the strategy's step before it was as slow. Of the first steps, the prior
 says little."""
-SETTLED_STEPS, SELDOM = 100, 4
-"""After so many steps the model learns only from every fourth one, and from the first one of another strategy."""
+SETTLED_STEPS, KNOWN_STEPS, SELDOM = 100, 10, 4
+"""After so many steps, of all and of a strategy at a batch size, only every fourth one in a row is learned from."""
 KNEE = 32
 """Rows from which another slope is fitted: few are as fast as one."""
 
@@ -96,28 +96,32 @@ class StepTime:
     def learn(self, facts: StepFacts, index: int) -> None:
         """`index`: of the strategy."""
         bucket = batch_bucket(facts.batch)
+        ratios = self._ratios(bucket)
+        known_well = self.settled and index == self._last and ratios.steps_S[index] > KNOWN_STEPS
+        self._last = index
+        self.known += 1
+        if known_well and self.known % SELDOM:
+            return
         if facts.strategy.drafter == "ngram":
             share, before = (facts.verified - 1) / facts.strategy.depth, self._ngram_width.get(bucket, 1.0)
             self._ngram_width[bucket] = WIDTH_KEPT * before + (1 - WIDTH_KEPT) * share
         features_F = np.array(_parts(facts.strategy, facts.verified)) * _scales(facts.batch, facts.context)
         features_F[-1] = max(facts.batch * facts.verified - KNEE, 0)
         seconds = max(facts.seconds, 1e-6)
-        if self.known < FIRST_STEPS:
+        if self.known <= FIRST_STEPS:
             self._fit_first(features_F, seconds)
         else:
-            self._learn(features_F, seconds, self._ratios(bucket), index)
-        self._last = index
-        self.known += 1
+            self._learn(features_F, seconds, ratios, index, SELDOM if known_well else 1)
 
-    def _learn(self, features_F: Floats, seconds: float, ratios: _Ratios, index: int) -> None:
+    def _learn(self, features_F: Floats, seconds: float, ratios: _Ratios, index: int, stands_for: int) -> None:
+        """`stands_for`: so many steps."""
         model = self._speed * float(features_F @ self._weights_F)
         predicted = model * self._ratio(ratios, index)
         last, ratios.last_S[index] = float(ratios.last_S[index]), seconds / model
         seconds = min(seconds, OUTLIER * max(predicted, last * model))
-        self._follow_speed(seconds / predicted, float(ratios.steps_S[index]))
+        self._follow_speed(seconds / predicted, float(ratios.steps_S[index]), stands_for)
         seconds /= self._speed
-        if not self.settled or index != self._last or self.known % SELDOM == 0:
-            self._regress(features_F, seconds)
+        self._regress(features_F, seconds)
         for sums, added in ((ratios.seconds_S, seconds), (ratios.features_SF, features_F), (ratios.steps_S, 1.0)):
             sums[index] = RATIO_KEPT * sums[index] + added
 
@@ -126,9 +130,9 @@ class StepTime:
         weighted_S = ratios.steps_S * ratios.seconds_S / (ratios.features_SF @ self._weights_F + 1e-12)
         return float((alike_S @ weighted_S + RATIO_PRIOR) / (alike_S @ ratios.steps_S + RATIO_PRIOR))
 
-    def _follow_speed(self, ratio: float, steps: float) -> None:
+    def _follow_speed(self, ratio: float, steps: float, stands_for: int) -> None:
         # a strategy that was hardly measured says more of itself than of the machine
-        self._speed *= math.exp(SPEED_LEARNED * steps / (steps + 8) * min(max(math.log(ratio), -0.5), 0.5))
+        self._speed *= math.exp(stands_for * SPEED_LEARNED * steps / (steps + 8) * min(max(math.log(ratio), -0.5), 0.5))
 
     def _fit_first(self, features_F: Floats, seconds: float) -> None:
         """No ratios yet: the first steps of all compile and allocate."""
