@@ -75,7 +75,7 @@ def test_the_bandit_is_close_to_the_best_strategy_at_every_batch_size(name: str)
     assert np.mean(list(shares.values())) > 0.92, shares
 
 
-@pytest.mark.parametrize(("choice", "least"), [("goodput", 0.96), ("beg_mab", 0.85)])
+@pytest.mark.parametrize(("choice", "least"), [("goodput", 0.95), ("beg_mab", 0.85)])
 def test_never_much_slower_than_without_speculation(choice: str, least: float) -> None:
     for name in ("useless drafter", "trees"):
         world = replace(WORLDS[name])
@@ -148,7 +148,7 @@ def test_goodput_tries_a_drafter_that_was_of_no_use_for_long_once_there_are_new_
         policy.new_drafter()
         # tried again, but seldom
         assert sum(each.drafter == "eagle" for each in used) < 25
-    at(policy, good, 8, 250)
+    at(policy, good, 8, 800)
     assert at(policy, good, 8, 200).share > 0.93
 
 

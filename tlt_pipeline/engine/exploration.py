@@ -27,7 +27,7 @@ AT_START, AT_MOST, DEBT = 8.0, 20.0, 8.0
 expected."""
 TRIAL, EAGLE_TRIAL = 2, 4
 """Steps of a trial: the first one of a drafter that didn't run has to catch up."""
-TRIED, TRIED_IF_DUE = 0.1, 0.3
+TRIED, TRIED_IF_DUE = 0.06, 0.3
 """Chance of a trial in a step in which one is worth its time; if a kind is to be tried again."""
 RETRIED_AFTER = 1000
 """A kind is tried again after so many steps in which it didn't run."""

@@ -127,7 +127,8 @@ class Goodput:
         if facts.counts:
             self.time.learn(facts, index)
         else:
-            self._catch_up += CATCH_UP_LEARNED * ((facts.seconds - expected) / facts.batch - self._catch_up)
+            caught_up = max(facts.seconds - expected, 0.0) / facts.batch
+            self._catch_up += CATCH_UP_LEARNED * (caught_up - self._catch_up)
         self._ran = index
         if index != self._current:
             self._judge_trial(facts, expected)

@@ -28,6 +28,9 @@ FORGETTING = 0.995
 """Share that what is known keeps of its weight at the next step, in the direction that this one informs."""
 RATIO_KEPT, RATIO_PRIOR = 0.97, 5.0
 """The same for a strategy's ratio at each of its steps; steps that the model counts as."""
+LARGEST_RATIO = 20.0
+RIDGE = 1e-6 * np.eye(len(PRIOR_F))
+"""Whatever was measured, the fit can be solved."""
 ALIKE = (0.3, 0.1)
 """What a step says of another strategy of the same drafter, and of another drafter, if they verify as much."""
 WIDTH_KEPT = 0.95
@@ -84,10 +87,9 @@ class StepTime:
         self._table_SF[:, -1] = np.maximum(batch * self._table_SF[:, 2] - KNEE, 0.0)
         model_S = self._table_SF @ (_scales(batch, context) * self._weights_F)
         ratios = self._ratios(bucket)
-        # a strategy that was measured in n steps took sum of n seconds where the model has sum of n features
-        weighted_S = ratios.steps_S * ratios.seconds_S / (ratios.features_SF @ self._weights_F + 1e-12)
+        weighted_S = self._weighted(ratios)
         ratio_S = (self._alike_SS @ weighted_S + RATIO_PRIOR) / (self._alike_SS @ ratios.steps_S + RATIO_PRIOR)
-        return self._speed * model_S * ratio_S
+        return np.maximum(self._speed * model_S * ratio_S, 1e-9)
 
     def steps(self, batch: int) -> Floats:
         """How often each strategy, or one much like it, was measured at this batch size, lately [S]."""
@@ -115,7 +117,7 @@ class StepTime:
 
     def _learn(self, features_F: Floats, seconds: float, ratios: _Ratios, index: int, stands_for: int) -> None:
         """`stands_for`: so many steps."""
-        model = self._speed * float(features_F @ self._weights_F)
+        model = max(self._speed * float(features_F @ self._weights_F), 1e-9)
         predicted = model * self._ratio(ratios, index)
         last, ratios.last_S[index] = float(ratios.last_S[index]), seconds / model
         seconds = min(seconds, OUTLIER * max(predicted, last * model))
@@ -125,9 +127,14 @@ class StepTime:
         for sums, added in ((ratios.seconds_S, seconds), (ratios.features_SF, features_F), (ratios.steps_S, 1.0)):
             sums[index] = RATIO_KEPT * sums[index] + added
 
+    def _weighted(self, ratios: _Ratios) -> Floats:
+        """Each strategy's steps times its ratio [S], which is not believed to be just anything."""
+        ratio_S = ratios.seconds_S / (ratios.features_SF @ self._weights_F + 1e-12)
+        return ratios.steps_S * np.minimum(ratio_S, LARGEST_RATIO)
+
     def _ratio(self, ratios: _Ratios, index: int) -> float:
         alike_S = self._alike_SS[index]
-        weighted_S = ratios.steps_S * ratios.seconds_S / (ratios.features_SF @ self._weights_F + 1e-12)
+        weighted_S = self._weighted(ratios)
         return float((alike_S @ weighted_S + RATIO_PRIOR) / (alike_S @ ratios.steps_S + RATIO_PRIOR))
 
     def _follow_speed(self, ratio: float, steps: float, stands_for: int) -> None:
@@ -153,7 +160,7 @@ class StepTime:
         self._information_FF += np.outer(scaled_F, scaled_F) - forgotten * np.outer(informed_F, informed_F)
         # scaled to a unit diagonal: the weights differ by orders of magnitude
         units_F = 1 / np.sqrt(np.diagonal(self._information_FF))
-        scaled_FF = self._information_FF * np.outer(units_F, units_F)
+        scaled_FF = self._information_FF * np.outer(units_F, units_F) + RIDGE
         gain_F = units_F * np.linalg.solve(scaled_FF, units_F * scaled_F)
         # nothing takes less than no time
         self._weights_F = np.maximum(self._weights_F + gain_F * error, 0.0)
