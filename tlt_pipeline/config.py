@@ -142,6 +142,12 @@ class SpeculationConfig(Section):
     epsilon: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Share of its steps in which the bandit tries another strategy."""
 
+    @model_validator(mode="after")
+    def _fixed_exists(self) -> Self:
+        if self.choice == "fixed" and self.drafter == "ngram" and self.depth not in self.ngram_depths:
+            raise ValueError(f"choice: fixed is an n-gram chain of depth {self.depth}: add that to ngram_depths")
+        return self
+
 
 class EngineConfig(Section):
     type: Literal["native"] = "native"

@@ -58,7 +58,6 @@ def describe(account: StrategyAccount) -> dict[str, Any]:
         "switches": account.switches,
         "not_speculated": dict(account.not_speculated),
         **({"stand_ins": account.stand_ins} if account.stand_ins else {}),
-        **({"excluded": account.excluded} if account.excluded else {}),
         **{
             f"{strategy}@{batch}": _describe(use, account.share_of_time(strategy, batch))
             for (strategy, batch), use in used

@@ -15,7 +15,6 @@ from tlt_services.observing import StrategyMetrics, describe
 def steps_of_all_kinds() -> StrategyAccount:
     account = StrategyAccount()
     ngram, tree = chain("ngram", 4), parse_strategy("eagle-3x2x5")
-    account.exclude(parse_strategy("eagle-5x4x16"))
     account.add(StepFacts(OFF, 5, 100, 5, 0.5, 1), "no_drafter")
     account.add(StepFacts(ngram, 5, 100, 5, 0.5, 1), "no_drafter")
     account.add(StepFacts(ngram, 6, 100, 12, 0.5, 5, (2, 2, 1, 1), drafts=2), "no_drafter")
@@ -34,8 +33,8 @@ def test_an_account_tells_by_strategy_and_batch_what_was_proposed_and_accepted()
     assert (ngram.steps, ngram.rows, ngram.drafts, ngram.draft_tokens) == (3, 17, 2, 8)
     assert account.share_of_time("eagle-3x2x5", 2) == 0.4 and account.share_of_time("off", 16) == 0.2
     assert account.switches == 3 and account.stand_ins == 2
-    reasons = {"no_drafter": 1, "no_match": 2, "not_exact": 1, "above_max_batch": 1}
-    assert account.not_speculated == reasons and account.excluded == ["eagle-5x4x16"]
+    reasons = {"no_drafter": 1, "no_match": 2, "above_max_batch": 1}
+    assert account.not_speculated == reasons
 
 
 def test_metrics_and_the_log_have_all_of_the_account() -> None:
@@ -52,7 +51,7 @@ def test_metrics_and_the_log_have_all_of_the_account() -> None:
     assert 'tlt:strategy_stand_ins_total{role="rollout",slot="0"} 2.0' in text
     line = describe(account)
     assert line["eagle-3x2x5@2"] == "40% of time, 4 tokens/s, acceptance length 2.00 (0.75 0.25 0.00)"
-    assert line["off@16"] == "20% of time, 9 tokens/s" and line["excluded"] == ["eagle-5x4x16"]
+    assert line["off@16"] == "20% of time, 9 tokens/s"
 
 
 def test_metrics_add_up_to_the_account() -> None:

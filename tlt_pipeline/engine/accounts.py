@@ -8,10 +8,9 @@ from typing import Literal
 
 from tlt_pipeline.engine.strategies import StepFacts, Strategy, batch_bucket
 
-Reason = Literal["switched_off", "no_drafter", "not_chosen", "above_max_batch", "no_match", "not_exact"]
+Reason = Literal["switched_off", "no_drafter", "not_chosen", "above_max_batch", "no_match"]
 """Why a step didn't speculate: the config says so; it was asked for and there is no drafter yet; it was not chosen;
-more answers were running than it is for; no n-gram matched. `not_exact` is counted once for each strategy that can't
-run at all, because it isn't exact here."""
+more answers were running than it is for; no n-gram matched."""
 
 
 @dataclass
@@ -55,15 +54,14 @@ class Use:
 
 
 class StrategyAccount:
-    """`uses`: by strategy and batch bucket; `excluded`: strategies that the config allows and that can't run here;
-    `stand_ins`: steps in which n-grams stood in for a trained drafter that isn't there yet."""
+    """`uses`: by strategy and batch bucket; `stand_ins`: steps in which n-grams stood in for a trained drafter that isn't
+    there yet."""
 
     def __init__(self) -> None:
         self.uses: dict[tuple[str, int], Use] = {}
         self.switches = 0
         self.stand_ins = 0
         self.not_speculated: Counter[Reason] = Counter()
-        self.excluded: list[str] = []
         self._last: Strategy | None = None
 
     def add(self, facts: StepFacts, reason: Reason | None) -> None:
@@ -76,11 +74,6 @@ class StrategyAccount:
         self.switches += self._last is not None and self._last != facts.strategy
         self._last = facts.strategy
         self.uses.setdefault((str(facts.strategy), batch_bucket(facts.batch)), Use()).add(facts)
-
-    def exclude(self, strategy: Strategy) -> None:
-        """Said once of each strategy that isn't exact here, while `engine.exact` asks for it."""
-        self.excluded.append(str(strategy))
-        self.not_speculated["not_exact"] += 1
 
     def share_of_time(self, strategy: str, bucket: int) -> float:
         """Of all decode steps' seconds."""

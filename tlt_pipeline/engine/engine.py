@@ -165,10 +165,12 @@ class Engine:
         finished = self._commit(batch, verified, drawn, accepted)
         by_position = tuple(int((accepted.counts_B > position).sum()) for position in range(strategy.depth))
         committed, seconds = self.tokens_committed - before, time.perf_counter() - began
-        width = 1 if proposals is None else proposals.nodes
-        facts = StepFacts(strategy, B, context, committed, seconds, width, by_position, counts)
+        width, drafts = 1, 0
+        if proposals is not None:
+            width, drafts = proposals.nodes, int(np.count_nonzero(proposals.counts_B))
+        facts = StepFacts(strategy, B, context, committed, seconds, width, by_position, counts, drafts)
         self.choice.measured(facts)
-        self.account.add(facts, None if proposals is not None else self._reason())
+        self.account.add(facts, self._hindrance(facts))
         return finished
 
     def _schedule(self) -> Batch:
@@ -196,10 +198,18 @@ class Engine:
             return self.strategies
         return tuple(each for each in self.strategies if each.drafter != "eagle")
 
-    def _reason(self) -> Reason:
-        if self.config.speculation.drafter == "off":
+    def _hindrance(self, facts: StepFacts) -> Reason | None:
+        """Why a step didn't speculate with the drafter that the config asks for."""
+        speculation = self.config.speculation
+        if speculation.drafter == "off":
             return "switched_off"
-        return "no_drafter" if self.drafting is None else "not_chosen"
+        if speculation.drafter == "eagle" and self.drafting is None:
+            return "no_drafter"
+        if facts.drafts:
+            return None
+        if facts.strategy.drafter == "ngram":
+            return "no_match"
+        return "above_max_batch" if facts.batch > speculation.max_batch else "not_chosen"
 
     def _noise(self, batch: Batch, width: int) -> Tensor:
         """[B, width, V]: the noise at the positions after each row's last committed token."""
