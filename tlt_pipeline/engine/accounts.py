@@ -54,7 +54,7 @@ class Use:
 
 
 class StrategyAccount:
-    """`uses`: by strategy and batch bucket; `stand_ins`: steps in which n-grams stood in for a trained drafter that isn't
+    """`uses`: by strategy and batch bucket; `stand_ins`: steps in which n-grams stood in for a drafter that isn't
     there yet."""
 
     def __init__(self) -> None:
