@@ -91,6 +91,7 @@ class Engine:
         """Between requests only: an answer has one policy."""
         assert not getattr(self, "batch", None) and not self.waiting, "a policy changes between requests only"
         self.policy, self.policy_version = policy.requires_grad_(False), version
+        self.layout.prepare(self.policy)
         self.forward = Forward(policy, self.layout)
         self.admission = Admission(self.forward, self.ngrams, self.stream)
         self.hashes = token_hashes(policy.config.vocab_size, policy.embed.weight.device)
@@ -101,6 +102,8 @@ class Engine:
     def set_drafter(self, drafter: EagleDrafter | None, version: int) -> None:
         """Between any two steps, in mid-answer too: it can't change the tokens."""
         drafter = None if drafter is None else drafter.requires_grad_(False)
+        if drafter is not None:
+            self.layout.prepare(drafter)
         self.drafting = None if drafter is None else Drafting(self.policy, drafter, self.context_window)
         self.drafter_version = version
         self.choice.new_drafter()

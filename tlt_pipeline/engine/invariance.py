@@ -19,7 +19,7 @@ from torch import Tensor
 from tlt_pipeline.config import ConfigError
 from tlt_pipeline.engine.cache import KVCache
 from tlt_pipeline.engine.forward import PREFILL_WIDTH, Forward
-from tlt_pipeline.engine.layout import LENGTH_BLOCK, PLAIN, Layout, exact_layouts, round_up
+from tlt_pipeline.engine.layout import LENGTH_BLOCK, Layout, exact_layouts, plain_layout, round_up
 from tlt_pipeline.messages import Claim
 from tlt_pipeline.models.decoder import Decoder
 
@@ -39,11 +39,11 @@ MOST_LENGTHS = 64
 def decide_exactness(policy: Decoder, wanted: Literal["auto", "on", "off"], longest: int) -> tuple[Layout, Claim]:
     """-> (how passes are laid out, what may be claimed). `longest`: positions that a cache will hold. Raises
     ConfigError where exactness was demanded (`engine.exact: on`) and this machine doesn't give it."""
-    dtype = policy.embed.weight.dtype
+    dtype, device = policy.embed.weight.dtype, policy.embed.weight.device
     fallback: Claim = "distribution" if dtype == torch.bfloat16 else "float32"
     if wanted == "off":
-        return PLAIN, fallback
-    for candidate in exact_layouts(dtype):
+        return plain_layout(dtype, device), fallback
+    for candidate in exact_layouts(dtype, device):
         layout = replace(candidate, lengths=usable_lengths(policy, candidate, longest))
         if is_batch_invariant(Forward(policy, layout)):
             return layout, "exact"
@@ -52,7 +52,7 @@ def decide_exactness(policy: Decoder, wanted: Literal["auto", "on", "off"], long
             f"engine.exact is on, but on this machine a row's bits depend on the batch in {dtype}: "
             f"set engine.exact to auto, or try engine.dtype=float32 or other engine.threads"
         )
-    return PLAIN, fallback
+    return plain_layout(dtype, device), fallback
 
 
 @torch.inference_mode()
