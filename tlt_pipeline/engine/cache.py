@@ -17,6 +17,8 @@ from tlt_pipeline.engine.layout import PLAIN, Layout, round_up
 from tlt_pipeline.models.decoder import DecoderConfig
 
 ALIGNMENT = 64
+Slots = tuple[Tensor, Tensor]
+"""Where the keys and values of N tokens go: rows and places in them, int64 [N] each."""
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -36,28 +38,29 @@ class KVCache:
     ) -> None:
         self.length = round_up(length)
         self.group = config.num_heads // config.num_kv_heads
-        shape = (config.num_layers, 2, rows, self.length, config.num_kv_heads, config.head_dim)
+        # a head's keys lie together: attention reads them from memory up to 1.5 times as fast (measured, bfloat16)
+        shape = (config.num_layers, 2, rows, config.num_kv_heads, self.length, config.head_dim)
         self.data = lazy_zeros(shape, dtype, device)
-        self.slots = [(layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self.data]
-        """Keys and values of each layer as [rows * L, K, D], to write into."""
+        self.slots = [(layer[0], layer[1]) for layer in self.data.transpose(3, 4)]
+        """Keys and values of each layer as [rows, L, K, D], to write into."""
         self._window: tuple[tuple[int, int, int], list[tuple[Tensor, Tensor]]] | None = None
 
-    def write(self, layer: int, slots_N: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> None:
+    def write(self, layer: int, slots: Slots, k_NKD: Tensor, v_NKD: Tensor) -> None:
         """Keys and values of one layer, to slots as `cache_slots` gives them."""
         keys, values = self.slots[layer]
-        keys.index_copy_(0, slots_N, k_NKD)
-        values.index_copy_(0, slots_N, v_NKD)
+        keys.index_put_(slots, k_NKD)
+        values.index_put_(slots, v_NKD)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` positions of a row to another."""
-        self.data[:, :, target, :length] = self.data[:, :, source, :length]
+        self.data[:, :, target, :, :length] = self.data[:, :, source, :, :length]
 
     def window(self, first_row: int, rows: int, length: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each layer, [B, K, length, D]. Views are kept: making them costs as much as using them,
         and consecutive passes want the same."""
         wanted = (first_row, rows, length)
         if self._window is None or self._window[0] != wanted:
-            part = self.data[:, :, first_row : first_row + rows, :length].transpose(3, 4)
+            part = self.data[:, :, first_row : first_row + rows, :, :length]
             self._window = wanted, [(layer[0], layer[1]) for layer in part]
         return self._window[1]
 
@@ -73,7 +76,7 @@ class CachedAttention:
     def __init__(
         self,
         cache: KVCache,
-        slots_N: Tensor,
+        slots: Slots,
         mask: Tensor | None,
         window: list[tuple[Tensor, Tensor]],
         shape: tuple[int, int],
@@ -81,7 +84,7 @@ class CachedAttention:
     ) -> None:
         """See `attend_to`. mask: 0 where a token may look, -inf elsewhere; [B, 1, Q + padding, L], [B, 1, W, L] where
         one query goes a call."""
-        self.cache, self.slots_N, self.mask, self.window = cache, slots_N, mask, window
+        self.cache, self.slots, self.mask, self.window = cache, slots, mask, window
         self.B, self.W = shape
         self.one_query = layout.queries == 1
         self.padding = _padding(layout, self.W * cache.group)
@@ -92,7 +95,7 @@ class CachedAttention:
         count, padded = self.B * self.W, q.shape[0]
         if count != padded:
             q, k, v = q[:count], k[:count], v[:count]
-        self.cache.write(layer, self.slots_N, k, v)
+        self.cache.write(layer, self.slots, k, v)
         look = self._one_by_one if self.one_query else self._together
         out = look(q, *self.window[layer])
         return out if count == padded else F.pad(out, (0, 0, 0, 0, 0, padded - count))
@@ -138,10 +141,10 @@ def attend_to(
     """One pass of W tokens a row. positions_BW int64: where each token stands; `longest`: at least the largest
     position + 1; `since_BW`: the first position that each may look at, None: the first of all."""
     B, W = positions_BW.shape
-    slots_BW = cache_slots(cache, positions_BW, first_row)
+    slots = cache_slots(positions_BW, first_row)
     if B == W == 1 and not layout.queries and since_BW is None:
         # one query of one row may look at everything there is: no mask, and no padding where bits don't matter
-        return CachedAttention(cache, slots_BW.flatten(), None, cache.window(first_row, B, longest), (B, W))
+        return CachedAttention(cache, slots, None, cache.window(first_row, B, longest), (B, W))
     window = cache.window(first_row, B, min(layout.padded_length(longest), cache.length))
     mask_BWL = causal_mask(positions_BW, window[0][0], since_BW)
     if layout.queries == 1:
@@ -149,7 +152,7 @@ def attend_to(
     else:
         mask_BQL = mask_BWL if cache.group == 1 else mask_BWL.repeat_interleave(cache.group, 1)
         mask = F.pad(mask_BQL, (0, 0, 0, _padding(layout, W * cache.group))).unsqueeze(1)
-    return CachedAttention(cache, slots_BW.flatten(), mask, window, (B, W), layout)
+    return CachedAttention(cache, slots, mask, window, (B, W), layout)
 
 
 def attend_in_steps(
@@ -157,21 +160,25 @@ def attend_in_steps(
 ) -> list[CachedAttention]:
     """S passes of one token a row each, prepared together: a drafter's."""
     B, S = positions_BS.shape
-    slots_SB = cache_slots(cache, positions_BS, 0).t().contiguous()
+    rows_B = torch.arange(B, device=positions_BS.device)
+    positions_SB = positions_BS.t().contiguous()
     window = cache.window(0, B, min(round_up(longest), cache.length))
-    mask_SBL = causal_mask(positions_BS.t(), window[0][0], None if since_BS is None else since_BS.t())
+    mask_SBL = causal_mask(positions_SB, window[0][0], None if since_BS is None else since_BS.t())
     masks_SB1QL = mask_SBL[:, :, None, None].expand(-1, -1, -1, cache.group, -1)
-    return [CachedAttention(cache, slots_SB[step], masks_SB1QL[step], window, (B, 1)) for step in range(S)]
+    return [
+        CachedAttention(cache, (rows_B, positions_SB[step]), masks_SB1QL[step], window, (B, 1)) for step in range(S)
+    ]
 
 
 def _padding(layout: Layout, queries: int) -> int:
     return 0 if layout.queries == 1 else layout.padded_queries(queries) - queries
 
 
-def cache_slots(cache: KVCache, positions_BW: Tensor, first_row: int) -> Tensor:
-    """[B, W]: where each token's key and value go."""
-    rows_B = torch.arange(first_row, first_row + positions_BW.shape[0], device=positions_BW.device)
-    return torch.add(positions_BW, rows_B.unsqueeze(1), alpha=cache.length)
+def cache_slots(places_BW: Tensor, first_row: int) -> Slots:
+    """Where the tokens of consecutive rows go."""
+    B, W = places_BW.shape
+    rows_B = torch.arange(first_row, first_row + B, device=places_BW.device)
+    return rows_B.repeat_interleave(W) if W > 1 else rows_B, places_BW.flatten()
 
 
 def causal_mask(positions: Tensor, keys_BKLD: Tensor, since: Tensor | None = None) -> Tensor:

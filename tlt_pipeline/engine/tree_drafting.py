@@ -141,7 +141,7 @@ class _Growth:
 def _masked(cache: KVCache, slots_BF: Tensor, mask_BFL: Tensor, window: list[tuple[Tensor, Tensor]]) -> CachedAttention:
     B, F = slots_BF.shape
     mask_BQL = mask_BFL if cache.group == 1 else mask_BFL.repeat_interleave(cache.group, 1)
-    return CachedAttention(cache, cache_slots(cache, slots_BF, 0).flatten(), mask_BQL.unsqueeze(1), window, (B, F))
+    return CachedAttention(cache, cache_slots(slots_BF, 0), mask_BQL.unsqueeze(1), window, (B, F))
 
 
 def _pick(values_BFX: Tensor, index_BK: Tensor) -> Tensor:

@@ -64,9 +64,9 @@ class TreeAttention:
         W = self.kept[0][0].shape[0] // B
         nodes_N = torch.from_numpy((accepted.path_BD + np.arange(B)[:, None] * W).reshape(-1)).to(self.batch.device)
         places_BE = torch.from_numpy(self.batch.lengths[:B, None] + np.arange(E)).to(self.batch.device)
-        slots_N = cache_slots(cache, places_BE, 0).flatten()
+        slots = cache_slots(places_BE, 0)
         for layer, (keys_NKD, values_NKD) in enumerate(self.kept):
-            cache.write(layer, slots_N, keys_NKD.index_select(0, nodes_N), values_NKD.index_select(0, nodes_N))
+            cache.write(layer, slots, keys_NKD.index_select(0, nodes_N), values_NKD.index_select(0, nodes_N))
 
 
 class MaskAttention(TreeAttention):
@@ -81,8 +81,7 @@ class MaskAttention(TreeAttention):
         above_BWE = torch.from_numpy(tree.ancestors(depth)).to(device) + lengths_B[:, None, None]
         mask_BWL = mask_B1L.expand(B, W, -1).scatter(2, above_BWE, 0.0)
         mask_BQL = mask_BWL if cache.group == 1 else mask_BWL.repeat_interleave(cache.group, 1)
-        flat_N = cache_slots(cache, slots_BW, 0).flatten()
-        self._inner = CachedAttention(cache, flat_N, mask_BQL.unsqueeze(1), window, (B, W))
+        self._inner = CachedAttention(cache, cache_slots(slots_BW, 0), mask_BQL.unsqueeze(1), window, (B, W))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         count = self._inner.B * self._inner.W
