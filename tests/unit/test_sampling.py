@@ -10,7 +10,7 @@ import torch
 from tests.unit.kernel_cases import EDGES, hashes_for
 from tlt_pipeline.engine.gumbel_table import gumbel_table
 from tlt_pipeline.engine.noise import gumbel_noise, noise_keys, token_hashes
-from tlt_pipeline.engine.sampling import RowSampling, draw, filter_logits
+from tlt_pipeline.engine.sampling import RowSampling, draw, filter_logits, first_argmax
 
 
 def noise(seeds, positions, vocab):
@@ -93,3 +93,32 @@ def test_logprobs_belong_to_the_filtered_and_the_unfiltered_distribution():
     assert token in (1, 2)
     assert torch.allclose(drawn.policy_logprobs_N, torch.log_softmax(logits, -1)[0, token])
     assert torch.allclose(drawn.logprobs_N, torch.log_softmax(logits[0, 1:], -1)[token - 1])
+
+
+def test_rows_of_a_large_vocabulary_are_drawn_as_if_alone():
+    rows, vocab = 23, 256 * 80
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, vocab, generator=generator).mul_(3).to(torch.bfloat16)
+    values = noise(np.arange(rows), np.arange(rows), vocab)
+    temperatures = torch.linspace(0.5, 1.5, rows).unsqueeze(1)
+    filters = torch.arange(rows) % 3 * 7, torch.linspace(0.6, 1.0, rows)
+    for sampling in (
+        RowSampling(1 / temperatures, torch.ones(rows, 1)),
+        RowSampling(1 / temperatures, torch.ones(rows, 1), *filters),
+    ):
+        together = draw(logits, values, sampling)
+        for row in range(rows):
+            part = slice(row, row + 1)
+            alone = draw(logits[part], values[part], sampling.rows(part))
+            assert torch.equal(alone.tokens_N, together.tokens_N[part])
+            assert torch.equal(alone.logprobs_N, together.logprobs_N[part])
+            assert torch.equal(alone.policy_logprobs_N, together.policy_logprobs_N[part])
+
+
+def test_argmax_in_two_steps_is_the_first_of_the_greatest():
+    x = torch.randint(0, 40, (200, 256 * 20), generator=torch.Generator().manual_seed(0)).float()
+    expected = [row.index(max(row)) for row in x.tolist()]
+    assert first_argmax(x).tolist() == expected
+    assert first_argmax(x[:, :1000]).tolist() == x[:, :1000].argmax(-1).tolist()
+    x[:] = float("-inf")
+    assert first_argmax(x).tolist() == [0] * 200

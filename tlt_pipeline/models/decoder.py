@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -91,10 +92,24 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Computed in float32 for half precisions, as transformers does. [N, C] -> [N, C]."""
+        if not torch.is_grad_enabled() and x.dtype != torch.float64:
+            return _norm_quickly(x, self.weight, self.eps)
         if x.dtype in (torch.float32, torch.float64):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         normed = F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
         return normed * self.weight
+
+
+def _norm_quickly(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm in half as many calls, for inference: F.rms_norm is made of ten on a CPU."""
+    length = torch.linalg.vector_norm(x, 2, (-1,), True, dtype=torch.float32)
+    scale = torch.addcmul(_constant(eps, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
+    return torch.mul(x, scale).to(x.dtype).mul_(weight)
+
+
+@lru_cache
+def _constant(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, device=device)
 
 
 class Rope(nn.Module):
@@ -117,9 +132,7 @@ class Rope(nn.Module):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [N, heads, D] -> the same, rotated by its position."""
-    half = x.shape[-1] // 2
-    swapped = torch.cat([x[..., half:], x[..., :half]], -1)
-    return x * cos + swapped * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
