@@ -12,11 +12,10 @@ from tlt_pipeline.config import ConfigError
 from tlt_pipeline.engine.engine import decode_all
 from tlt_pipeline.engine.forward import Forward
 from tlt_pipeline.engine.invariance import decide_exactness, is_batch_invariant
-from tlt_pipeline.engine.layout import Layout, exact_layouts, plain_layout
+from tlt_pipeline.engine.layout import PLAIN, Layout, exact_layouts, plain_layout
 from tlt_pipeline.engine.results import Finished
 from tlt_pipeline.engine.strategies import Fixed, parse_strategy
 
-CPU = torch.device("cpu")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 REQUESTS = [cases.request(number) for number in range(9)]
 
@@ -164,18 +163,18 @@ def test_start_up_check_sees_a_batch_dependent_product():
             return torch.nn.functional.linear(x, weight, bias) * (1 + 1e-6 * x.shape[0])
 
     assert not is_batch_invariant(Forward(model, Layout(Leaky())))
-    assert any(is_batch_invariant(Forward(model, layout)) for layout in exact_layouts(torch.float32, CPU))
+    assert any(is_batch_invariant(Forward(model, layout)) for layout in exact_layouts(model))
 
 
 def test_claims():
     float32, bfloat16 = cases.policy(), cases.policy(dtype=torch.bfloat16)
     assert decide_exactness(float32, "auto", 64)[1] == "exact"
-    assert decide_exactness(float32, "off", 64) == (plain_layout(torch.float32, CPU), "float32")
-    assert decide_exactness(bfloat16, "off", 64) == (plain_layout(torch.bfloat16, CPU), "distribution")
+    assert decide_exactness(float32, "off", 64) == (PLAIN, "float32")
+    assert decide_exactness(bfloat16, "off", 64) == (plain_layout(bfloat16), "distribution")
 
 
 def test_exact_on_is_refused_where_the_machine_cannot(monkeypatch):
     monkeypatch.setattr("tlt_pipeline.engine.invariance.is_batch_invariant", lambda *_: False)
     with pytest.raises(ConfigError, match=r"set engine\.exact to auto"):
         decide_exactness(cases.policy(), "on", 64)
-    assert decide_exactness(cases.policy(), "auto", 64) == (plain_layout(torch.float32, CPU), "float32")
+    assert decide_exactness(cases.policy(), "auto", 64) == (PLAIN, "float32")

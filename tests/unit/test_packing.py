@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tlt_pipeline.engine.cache import KVCache
 from tlt_pipeline.engine.engine import decode_all
 from tlt_pipeline.engine.forward import Forward, prefill_features
-from tlt_pipeline.engine.layout import PLAIN, PlainLinear, RangeLinear, plain_layout
+from tlt_pipeline.engine.layout import PLAIN, RangeLinear, plain_layout
 from tlt_pipeline.engine.packing import PackedLinear, can_pack, packed_linear
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig, initialize
 
@@ -65,7 +65,7 @@ def test_product_is_that_of_the_weight(dtype, rows):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_new_weights_and_weights_changed_in_place_are_packed_anew(dtype):
     policy, other = wide_policy(dtype), wide_policy(dtype, seed=1)
-    layout = plain_layout(dtype, CPU)
+    layout = plain_layout(policy)
     tolerance = {"rtol": 5e-2, "atol": 1e-1} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
 
     def check(model: Decoder) -> torch.Tensor:
@@ -117,7 +117,8 @@ def test_engines_on_packed_weights_agree(dtype):
 def test_what_cannot_be_packed_is_computed_as_before():
     assert not can_pack(torch.float64, CPU)
     assert not can_pack(torch.float32, torch.device("meta"))
-    assert isinstance(plain_layout(torch.float64, CPU).linear, PlainLinear)
+    assert plain_layout(wide_policy(torch.float64)) == PLAIN
+    assert plain_layout(cases.policy()) == PLAIN
     x, weight = torch.ones(2, 8), torch.ones(3, 8)
     product = PackedLinear()
     assert torch.equal(product(x, weight, None), F.linear(x, weight))

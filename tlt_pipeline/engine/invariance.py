@@ -42,11 +42,11 @@ MOST_LENGTHS = 64
 def decide_exactness(policy: Decoder, wanted: Literal["auto", "on", "off"], longest: int) -> tuple[Layout, Claim]:
     """-> (how passes are laid out, what may be claimed). `longest`: positions that a cache will hold. Raises
     ConfigError where exactness was demanded (`engine.exact: on`) and this machine doesn't give it."""
-    dtype, device = policy.embed.weight.dtype, policy.embed.weight.device
+    dtype = policy.embed.weight.dtype
     fallback: Claim = "distribution" if dtype == torch.bfloat16 else "float32"
     if wanted == "off":
-        return plain_layout(dtype, device), fallback
-    for candidate in exact_layouts(dtype, device):
+        return plain_layout(policy), fallback
+    for candidate in exact_layouts(policy):
         layout = replace(candidate, lengths=usable_lengths(policy, candidate, longest))
         if is_batch_invariant(Forward(policy, layout)):
             return layout, "exact"
@@ -55,7 +55,7 @@ def decide_exactness(policy: Decoder, wanted: Literal["auto", "on", "off"], long
             f"engine.exact is on, but on this machine a row's bits depend on the batch in {dtype}: "
             f"set engine.exact to auto, or try engine.dtype=float32 or other engine.threads"
         )
-    return plain_layout(dtype, device), fallback
+    return plain_layout(policy), fallback
 
 
 @torch.inference_mode()

@@ -2,7 +2,7 @@
 
 A CPU's matrix kernels round differently for different row counts. What helps depends on the machine (measured):
 - AMD EPYC with AVX-512, float32 and bfloat16: from 4 rows on, every count gives the same bits (1, 2 and 3 rows reach
-  other kernels), and so does every count of attention queries, except at some KV lengths (256 and 320 in float32),
+  other kernels; with packed weights only 1 row does, for some shapes, but 4 rows cost no more than 2), and so does every count of attention queries, except at some KV lengths (256 and 320 in float32),
   which are passed over. Few rows are filled up; that is all.
 - Elsewhere only a fixed row count does: products in blocks of as many rows, the last one filled up, and attention with
   one query a call.
@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tlt_pipeline.engine.packing import PackedLinear, can_pack, packed_linear
-from tlt_pipeline.models.decoder import Linear
+from tlt_pipeline.engine.packing import PackedLinear, gains_by_packing, packed_linear
+from tlt_pipeline.models.decoder import Decoder, Linear
 
 LENGTH_BLOCK = 64
 """The KV length that attention sees is a multiple of this: other lengths change bits (measured)."""
@@ -120,17 +120,17 @@ class Layout:
 PLAIN = Layout(PlainLinear())
 
 
-def plain_layout(dtype: torch.dtype, device: torch.device) -> Layout:
-    """The fastest, whatever it does to bits. Packed products are faster with 4 rows than with 1 (measured)."""
-    return Layout(RangeLinear(product=packed_linear)) if can_pack(dtype, device) else PLAIN
+def plain_layout(policy: Decoder) -> Layout:
+    """The fastest, whatever it does to bits. Packed products of 4 rows are as fast as of 1, in float32 faster."""
+    return Layout(RangeLinear(product=packed_linear)) if gains_by_packing(policy) else PLAIN
 
 
-def exact_layouts(dtype: torch.dtype, device: torch.device) -> tuple[Layout, ...]:
+def exact_layouts(policy: Decoder) -> tuple[Layout, ...]:
     """Those that may be batch-invariant, the cheapest first."""
-    if dtype == torch.bfloat16:
+    if policy.embed.weight.dtype == torch.bfloat16:
         blocks = BlockLinear(rows=16, batched=False)
     else:
         # with several threads the batched call splits its work by the number of blocks, and bits follow
         blocks = BlockLinear(rows=8, batched=torch.get_num_threads() == 1)
-    packed = (Layout(RangeLinear(product=packed_linear), queries=4),) if can_pack(dtype, device) else ()
+    packed = (Layout(RangeLinear(product=packed_linear), queries=4),) if gains_by_packing(policy) else ()
     return (*packed, Layout(RangeLinear(), queries=4), Layout(blocks, queries=4), Layout(blocks, queries=1))
