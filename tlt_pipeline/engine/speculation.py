@@ -16,8 +16,9 @@ from torch import Tensor
 from tlt_pipeline.engine.batch import Batch
 from tlt_pipeline.engine.cache import KVCache, attend_in_steps, attend_to
 from tlt_pipeline.engine.forward import PREFILL_WIDTH
+from tlt_pipeline.engine.packing import packed_linear
 from tlt_pipeline.engine.proposals import Ints, Proposals, chain_proposals
-from tlt_pipeline.engine.sampling import perturbed
+from tlt_pipeline.engine.sampling import first_argmax, perturbed
 from tlt_pipeline.models.decoder import Attend, Decoder, Ops
 from tlt_pipeline.models.drafter import EagleDrafter
 
@@ -32,11 +33,12 @@ class Drafting:
 
     def features(self, tokens_N: Tensor, features_NC: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Pairs (token p + 1, feature of token p) at positions p -> the predicted features of tokens p + 1 [N, C]."""
-        return self.drafter(self.policy.embed(tokens_N), features_NC, positions_N, Ops(attend))
+        return self.drafter(self.policy.embed(tokens_N), features_NC, positions_N, Ops(attend, packed_linear))
 
     def scores(self, feature_NC: Tensor, noise_NV: Tensor, inverse_temperature_N1: Tensor, scale_N1: Tensor) -> Tensor:
         """logits / T + noise of the token that each feature predicts [N, V]."""
-        return perturbed(self.policy.logits(feature_NC).to(noise_NV.dtype) * inverse_temperature_N1, noise_NV, scale_N1)
+        logits_NV = self.policy.logits(feature_NC, packed_linear)
+        return perturbed(logits_NV.to(noise_NV.dtype) * inverse_temperature_N1, noise_NV, scale_N1)
 
     def cache(self, batch: Batch) -> KVCache:
         if batch.drafter_cache is None:
@@ -68,7 +70,7 @@ def propose_chain(drafting: Drafting, batch: Batch, noise_BWV: Tensor, depth: in
         if step:
             feature_BC = drafting.features(proposals[-1], feature_BC, on_device_BS[:, step - 1], attends[step - 1])
         columns = sampling.inverse_temperature_N1, sampling.noise_scale_N1
-        proposals.append(drafting.scores(feature_BC, noise_BWV[:, step], *columns).argmax(-1))
+        proposals.append(first_argmax(drafting.scores(feature_BC, noise_BWV[:, step], *columns)))
     return chain_proposals(torch.stack(proposals, 1))
 
 
