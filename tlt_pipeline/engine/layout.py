@@ -2,8 +2,9 @@
 
 A CPU's matrix kernels round differently for different row counts. What helps depends on the machine (measured):
 - AMD EPYC with AVX-512, float32 and bfloat16: from 4 rows on, every count gives the same bits (1, 2 and 3 rows reach
-  other kernels; with packed weights only 1 row does, for some shapes, but 4 rows cost no more than 2), and so does every count of attention queries, except at some KV lengths (256 and 320 in float32),
-  which are passed over. Few rows are filled up; that is all.
+  other kernels; with packed weights only 1 row does, for some shapes, but 4 rows cost no more than 2), and so does
+  every count of attention queries, except at some KV lengths (256 and 320 in float32), which are passed over. Few rows
+  are filled up; that is all.
 - Elsewhere only a fixed row count does: products in blocks of as many rows, the last one filled up, and attention with
   one query a call.
 Which of them holds on the machine at hand is tried at start-up, the cheapest first (invariance.py).
