@@ -1,8 +1,8 @@
 """The policy's draw at every row: Gumbel-max over temperature-scaled, filtered logits.
 
-Measured and left out: torch.compile of noise, scaling, argmax and normaliser in one. It is up to 1.5 times as fast, 3 %
-of a step of SmolLM2 at batch 16, but 8 % of its noise differs from eager mode's in the last bit, and compiling takes
-20 s and more.
+Measured and left out: torch.compile of noise, scaling, argmax and normaliser in one. The bits are the same, but over
+49,152 tokens it takes 3.3 ms where this takes 4.1 for 16 rows (1 % of a step of SmolLM2), 0.32 against 0.27 for one
+row, and 20 s and more to compile.
 Shapes: N = rows, V = vocabulary, J chunks of C tokens.
 """
 
