@@ -135,7 +135,7 @@ class Acceptance:
         ngram_D = self._all.rates(ngram, self._ngram_prior_D, PRIOR_ROWS)
         rates_GD[ngram] = here.rates(ngram, ngram_D, POOLED_ROWS)
         chain_D = self._chain_rates()
-        rates_GD[eagle] = here.rates(eagle, chain_D, POOLED_ROWS)
+        rates_GD[eagle] = _chain_rates_here(here.accepted_GD[EAGLE], here.tried_GD[EAGLE], chain_D)
         if self._groups > TREES:
             missed_D = 1 - chain_D
             trees_TD = self._all.rates(trees, chain_D + self._share() * missed_D, POOLED_ROWS)
@@ -178,6 +178,18 @@ def limited_tokens(alive_SJ: Floats, remaining_B: NDArray[np.int64]) -> Floats:
     if remaining_B.min() >= positions:
         return alive_SJ.sum(1) * len(remaining_B)
     return alive_SJ @ (remaining_B[:, None] > np.arange(positions)).sum(0)
+
+
+def _chain_rates_here(accepted_D: Floats, tried_D: Floats, chain_D: Floats) -> Floats:
+    """Where proposals do better or worse than elsewhere at one position, they are taken to do so at the next: a batch
+    of easy text is drafted deeper without deeper drafts having been tried in it."""
+    rates, lead = [], 0.0
+    for accepted, tried, chain in zip(accepted_D.tolist(), tried_D.tolist(), chain_D.tolist(), strict=True):
+        prior = chain + lead * ((1 - chain) if lead > 0 else chain)
+        rate = (accepted + POOLED_ROWS * prior) / (tried + POOLED_ROWS)
+        lead = (rate - chain) / max(1 - chain if rate > chain else chain, 0.01)
+        rates.append(rate)
+    return np.array(rates)
 
 
 def _kept(rows: int, steps: int) -> float:
