@@ -22,6 +22,9 @@ Floats = NDArray[np.float64]
 
 MEMORY_ROWS, MEMORY_STEPS = 200, 33
 """What was tried is forgotten over so many rows, and not faster than over so many steps."""
+OTHERS_KEPT = 0.99
+"""The same for other groups' rates, each time that some are counted: what did badly once and isn't run because of it is
+doubted again."""
 AFTER_RESTART, ROWS_AFTER_RESTART = 0.25, 8.0
 """Share of what is known of a drafter that outlives its change, and how many rows of it at most."""
 FLUSHED_AFTER = 4
@@ -46,7 +49,9 @@ class _Counts:
 
     def add(self, group: int, kept: float, tried: list[int], accepted: list[int]) -> None:
         for counts_GD, added in ((self.tried_GD, tried), (self.accepted_GD, accepted)):
-            counts_GD[group] = kept * counts_GD[group] + added
+            own_D = kept * counts_GD[group] + added
+            counts_GD *= OTHERS_KEPT
+            counts_GD[group] = own_D
 
     def rates(self, groups: slice, priors: Floats, rows: float) -> Floats:
         """`priors` count as so many rows that were tried."""

@@ -29,7 +29,7 @@ TRIAL, EAGLE_TRIAL = 2, 4
 """Steps of a trial: the first one of a drafter that didn't run has to catch up."""
 TRIED, TRIED_IF_DUE = 0.06, 0.3
 """Chance of a trial in a step in which one is worth its time; if a kind is to be tried again."""
-RETRIED_AFTER = 1000
+RETRIED_AFTER = 500
 """A kind is tried again after so many steps in which it didn't run."""
 UNSURE_TIME, UNSURE_TOKENS, UNSURE_ROWS, UNSURE_LEVELS = 0.1, 0.14, 4.0, 4
 """Of a strategy that was never measured, relative; of tokens for each level of proposals, up to so many, and halved by

@@ -28,6 +28,9 @@ FORGETTING = 0.995
 """Share that what is known keeps of its weight at the next step, in the direction that this one informs."""
 RATIO_KEPT, RATIO_PRIOR = 0.97, 5.0
 """The same for a strategy's ratio at each of its steps; steps that the model counts as."""
+OTHERS_KEPT = 0.997
+"""The same for what is known of the other strategies at this batch size: what was measured in a bad moment, and isn't
+run because of it, is doubted again."""
 LARGEST_RATIO = 20.0
 RIDGE = 1e-6 * np.eye(len(PRIOR_F))
 """Whatever was measured, the fit can be solved."""
@@ -125,7 +128,9 @@ class StepTime:
         seconds /= self._speed
         self._regress(features_F, seconds)
         for sums, added in ((ratios.seconds_S, seconds), (ratios.features_SF, features_F), (ratios.steps_S, 1.0)):
-            sums[index] = RATIO_KEPT * sums[index] + added
+            own = RATIO_KEPT * sums[index] + added
+            sums *= OTHERS_KEPT**stands_for
+            sums[index] = own
 
     def _weighted(self, ratios: _Ratios) -> Floats:
         """Each strategy's steps times its ratio [S], which is not believed to be just anything."""
