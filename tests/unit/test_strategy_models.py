@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from strategy_world import STRATEGIES, World, remaining, state_of
 from tlt_pipeline.engine.acceptance import Acceptance
 from tlt_pipeline.engine.exploration import AT_START, EARNED, Exploration
 from tlt_pipeline.engine.step_time import StepTime
-from tlt_pipeline.engine.strategies import StepFacts, parse_strategy
+from tlt_pipeline.engine.strategies import OFF, StepFacts, parse_strategy
 
 INDEX = {str(each): index for index, each in enumerate(STRATEGIES)}
 LINEAR = {"free_rows": 0, "noise": 0.0, "interrupted": 0.0, "catch_up": 0.0, "matches": 1.0}
@@ -181,3 +182,20 @@ def test_trials_lose_no_more_than_they_may(loss: float) -> None:
         exploration.measured(max(picked, 0), 0.01)
     assert lost <= 0.01 * (AT_START + EARNED * steps)
     assert tried >= 3
+
+
+def test_the_cost_model_stays_with_what_it_measures() -> None:
+    """A start in which the first steps are slow and the batch shrinks without speculation: the fit must not drift away
+    from steps that it sees all the time."""
+    model, random = StepTime(STRATEGIES), Random(0)
+    for step in range(400):
+        batch = max(64 - step // 3, 4)
+        slow = 6.0 if step < 3 else 3.0 if step < 20 else 1.0
+        seconds = (4 + 0.2 * batch) * 1e-3 * slow * (1 + 0.5 * random.random())
+        model.learn(StepFacts(OFF, batch, 40 + step, batch, seconds, 1), 0)
+        if step == 4:
+            seconds = 0.4  # a drafter's first step
+            chained = STRATEGIES.index(parse_strategy("eagle-1"))
+            model.learn(StepFacts(STRATEGIES[chained], batch, 44, batch, seconds, 2, (9,)), chained)
+        if step > 60:
+            assert 0.5 < model.predict(batch, 40 + step)[0] / ((4 + 0.2 * batch) * 1.25e-3) < 2, step

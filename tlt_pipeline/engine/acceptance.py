@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 MEMORY_ROWS, MEMORY_STEPS = 200, 33
 """What was tried is forgotten over so many rows, and not faster than over so many steps."""
-OTHERS_KEPT = 0.99
+OTHERS_KEPT = 0.997
 """The same for other groups' rates, each time that some are counted: what did badly once and isn't run because of it is
 doubted again."""
 AFTER_RESTART, ROWS_AFTER_RESTART = 0.25, 8.0

@@ -28,7 +28,7 @@ FORGETTING = 0.995
 """Share that what is known keeps of its weight at the next step, in the direction that this one informs."""
 RATIO_KEPT, RATIO_PRIOR = 0.97, 5.0
 """The same for a strategy's ratio at each of its steps; steps that the model counts as."""
-OTHERS_KEPT = 0.997
+OTHERS_KEPT = 0.999
 """The same for what is known of the other strategies at this batch size: what was measured in a bad moment, and isn't
 run because of it, is doubted again."""
 LARGEST_RATIO = 20.0
@@ -38,6 +38,8 @@ ALIKE = (0.3, 0.1)
 """What a step says of another strategy of the same drafter, and of another drafter, if they verify as much."""
 WIDTH_KEPT = 0.95
 SPEED_LEARNED = 0.05
+SPEEDS = (0.25, 8.0)
+"""What the machine's speed may do to a step's time."""
 FIRST_STEPS = 16
 """So many are fitted anew with each one more, from a prior of the scale that most of them have."""
 OUTLIER, FIRST_OUTLIER = 1.3, 2.0
@@ -144,7 +146,8 @@ class StepTime:
 
     def _follow_speed(self, ratio: float, steps: float, stands_for: int) -> None:
         # a strategy that was hardly measured says more of itself than of the machine
-        self._speed *= math.exp(stands_for * SPEED_LEARNED * steps / (steps + 8) * min(max(math.log(ratio), -0.5), 0.5))
+        change = stands_for * SPEED_LEARNED * steps / (steps + 8) * min(max(math.log(ratio), -0.5), 0.5)
+        self._speed = min(max(self._speed * math.exp(change), SPEEDS[0]), SPEEDS[1])
 
     def _fit_first(self, features_F: Floats, seconds: float) -> None:
         """No ratios yet: the first steps of all compile and allocate."""
@@ -167,10 +170,15 @@ class StepTime:
         units_F = 1 / np.sqrt(np.diagonal(self._information_FF))
         scaled_FF = self._information_FF * np.outer(units_F, units_F) + RIDGE
         gain_F = units_F * np.linalg.solve(scaled_FF, units_F * scaled_F)
-        # nothing takes less than no time
-        self._weights_F = np.maximum(self._weights_F + gain_F * error, 0.0)
-        if not self._weights_F.any():
-            self._weights_F = PRIOR_F * seconds / float(features_F @ PRIOR_F)
+        fitted_F = self._weights_F + gain_F * error
+        # nothing takes less than no time; what that adds to this step is taken off again, or corrections of one sign
+        # are kept and those of the other are not, and the weights grow without bound
+        weights_F = np.maximum(fitted_F, 0.0)
+        wanted, got = float(features_F @ fitted_F), float(features_F @ weights_F)
+        if got > 0:
+            self._weights_F = weights_F * ((wanted if wanted > 0 else seconds) / got)
+        else:
+            self._weights_F = _scaled_prior(features_F, seconds)
 
     def _ratios(self, bucket: int) -> _Ratios:
         ratios = self._buckets.get(bucket)
@@ -199,6 +207,10 @@ def _alike(strategies: tuple[Strategy, ...]) -> Floats:
 
 def _scales(batch: int, context: int) -> Floats:
     return np.array((1.0, batch, batch, batch * context / 256, 1.0, batch, 1.0, batch, batch, 1.0))
+
+
+def _scaled_prior(features_F: Floats, seconds: float) -> Floats:
+    return PRIOR_F * seconds / float(features_F @ PRIOR_F)
 
 
 def _prior_information(scale: float) -> Floats:
