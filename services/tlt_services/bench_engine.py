@@ -31,7 +31,7 @@ ADAPTIVE: tuple[Literal["beg_mab", "goodput"], ...] = ("beg_mab", "goodput")
 TURN_S = 0.5
 FEWEST_TOKENS, FEWEST_A_ROW = 64, 48
 """A turn decodes at least so many tokens, all in all and a row."""
-LEARNING, LONGER = 2, 3
+LEARNING, LONGER = 2, 8
 """Rounds before the first that counts: caches fill, and what adapts learns, from turns so many times as long."""
 TAIL_REPEATS = 3
 
