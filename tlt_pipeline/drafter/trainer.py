@@ -40,6 +40,8 @@ LOST = 0.02
 FEWEST_TOKENS = 64
 FIRST_SPEED = 2e10
 """FLOP/s assumed before the first micro-batch was timed: low, so that it ends in time."""
+JUDGED_DEPTH = 6
+"""Positions of a chain that a drafter is judged by: deeper ones tell little more, and judging takes training time."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +233,7 @@ class DrafterTrainer:
             drafter,
             self.frozen,
             documents,
-            depth=self.config.engine.speculation.depth,
+            depth=min(self.config.engine.speculation.depth, JUDGED_DEPTH),
             temperature=self.config.rollout.temperature,
             tokens_at_once=self.tokens_at_once,
             should_stop=should_stop,
