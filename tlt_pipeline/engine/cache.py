@@ -155,6 +155,15 @@ def attend_to(
     return CachedAttention(cache, slots, mask, window, (B, W), layout)
 
 
+def attend_masked(
+    cache: KVCache, places_BW: Tensor, mask_BWL: Tensor, window: list[tuple[Tensor, Tensor]]
+) -> CachedAttention:
+    """One pass of W nodes a row of a tree: where each one's key and value go, and what it may look at."""
+    B, W = places_BW.shape
+    mask_BQL = mask_BWL if cache.group == 1 else mask_BWL.repeat_interleave(cache.group, 1)
+    return CachedAttention(cache, cache_slots(places_BW, 0), mask_BQL.unsqueeze(1), window, (B, W))
+
+
 def attend_in_steps(
     cache: KVCache, positions_BS: Tensor, longest: int, since_BS: Tensor | None = None
 ) -> list[CachedAttention]:

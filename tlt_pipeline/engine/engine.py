@@ -101,10 +101,10 @@ class Engine:
 
     def set_drafter(self, drafter: EagleDrafter | None, version: int) -> None:
         """Between any two steps, in mid-answer too: it can't change the tokens."""
-        drafter = None if drafter is None else drafter.requires_grad_(False)
+        self.drafting = None
         if drafter is not None:
-            self.layout.prepare(drafter)
-        self.drafting = None if drafter is None else Drafting(self.policy, drafter, self.context_window)
+            self.layout.prepare(drafter.requires_grad_(False))
+            self.drafting = Drafting(self.policy, drafter, self.context_window)
         self.drafter_version = version
         self.choice.new_drafter()
 

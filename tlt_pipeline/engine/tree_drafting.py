@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tlt_pipeline.engine.batch import Batch
-from tlt_pipeline.engine.cache import CachedAttention, KVCache, cache_slots, causal_mask
+from tlt_pipeline.engine.cache import CachedAttention, attend_masked, causal_mask
 from tlt_pipeline.engine.layout import round_up
 from tlt_pipeline.engine.proposals import Proposals, Tree
 from tlt_pipeline.engine.speculation import Drafting, catch_up
@@ -135,13 +135,7 @@ class _Growth:
         since_B1 = self.drafting.since(self.batch, slice(B), committed_B1)
         mask_B1L = causal_mask((self.lengths_B - 1).unsqueeze(1), window[0][0], since_B1)
         mask_BFL = mask_B1L.expand(B, F, -1).scatter(2, above_BFA, 0.0)
-        return _masked(cache, slots_BF, mask_BFL, window)
-
-
-def _masked(cache: KVCache, slots_BF: Tensor, mask_BFL: Tensor, window: list[tuple[Tensor, Tensor]]) -> CachedAttention:
-    B, F = slots_BF.shape
-    mask_BQL = mask_BFL if cache.group == 1 else mask_BFL.repeat_interleave(cache.group, 1)
-    return CachedAttention(cache, cache_slots(slots_BF, 0), mask_BQL.unsqueeze(1), window, (B, F))
+        return attend_masked(cache, slots_BF, mask_BFL, window)
 
 
 def _pick(values_BFX: Tensor, index_BK: Tensor) -> Tensor:

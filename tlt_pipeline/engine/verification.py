@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tlt_pipeline.engine.batch import Batch
-from tlt_pipeline.engine.cache import CachedAttention, attend_to, cache_slots, causal_mask
+from tlt_pipeline.engine.cache import attend_masked, attend_to, cache_slots, causal_mask
 from tlt_pipeline.engine.forward import Forward
 from tlt_pipeline.engine.proposals import Accepted, Proposals, Tree
 from tlt_pipeline.models.decoder import Attend
@@ -80,8 +80,7 @@ class MaskAttention(TreeAttention):
         mask_B1L = causal_mask((lengths_B - 1).unsqueeze(1), window[0][0])
         above_BWE = torch.from_numpy(tree.ancestors(depth)).to(device) + lengths_B[:, None, None]
         mask_BWL = mask_B1L.expand(B, W, -1).scatter(2, above_BWE, 0.0)
-        mask_BQL = mask_BWL if cache.group == 1 else mask_BWL.repeat_interleave(cache.group, 1)
-        self._inner = CachedAttention(cache, cache_slots(slots_BW, 0), mask_BQL.unsqueeze(1), window, (B, W))
+        self._inner = attend_masked(cache, slots_BW, mask_BWL, window)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         count = self._inner.B * self._inner.W
