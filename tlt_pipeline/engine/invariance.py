@@ -1,10 +1,9 @@
 """The start-up check behind the claim of a run (design 5.1): does a row's result depend on the batch around it?
 
-Matrix products are tried with many row counts, attention with the KV lengths to come; then the same tokens are read one
-at a time alone, and in batches, verify widths and whole prompts: the logits must be equal to the bit. The first layout
-that passes is used. What is tried doesn't depend on an engine's batch, so that engines of one machine agree.
-Shapes: B = rows, T = tokens of a row, V = vocabulary, H, K = query and key/value heads, L = KV length, D = head size,
-Q = queries.
+Matrix products are tried with many row counts, attention with the KV lengths to come, on inputs that leave nothing but
+rounding (probes.py); then the same tokens are read one at a time alone, and in batches, verify widths and whole prompts:
+the logits must be equal to the bit. The first layout that passes is used. What is tried doesn't depend on an engine's batch, so that engines of one machine agree.
+Shapes: B = rows, T = tokens of a row, V = vocabulary, L = KV length, D = head size, Q = queries.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from tlt_pipeline.config import ConfigError
 from tlt_pipeline.engine.cache import KVCache
 from tlt_pipeline.engine.forward import PREFILL_WIDTH, Forward
 from tlt_pipeline.engine.layout import LENGTH_BLOCK, Layout, exact_layouts, plain_layout, round_up
+from tlt_pipeline.engine.probes import AttentionProbe, AttentionProbes, cancelling_product
 from tlt_pipeline.messages import Claim
 from tlt_pipeline.models.decoder import Decoder
 
@@ -63,12 +63,16 @@ def usable_lengths(policy: Decoder, layout: Layout, longest: int) -> tuple[int, 
     """KV lengths at which attention gives the bits that it gives at the greatest one, where the keys beyond are
     masked."""
     greatest = round_up(longest, KV_SPLIT)
-    q, k, v = _random_heads(policy, max(layout.queries, 1), greatest)
+    queries = max(layout.queries, 1)
+    probes = _attention_probes(policy, queries, greatest)
     step = round_up(greatest // MOST_LENGTHS + 1)
 
     def agree(L: int) -> bool:
-        uses = (L, L - LENGTH_BLOCK // 2, L // 2, 1)
-        return all(torch.equal(_attend(q, k, v, L, used), _attend(q, k, v, greatest, used)) for used in uses)
+        return all(
+            torch.equal(_attend(probe, queries, L, used), _attend(probe, queries, greatest, used))
+            for used in (L, L - LENGTH_BLOCK // 2, L // 2)
+            for probe in (probes.scores, probes.values(used))
+        )
 
     return (*(L for L in range(step, greatest, step) if agree(L)), greatest)
 
@@ -77,30 +81,28 @@ def _queries_are_independent(policy: Decoder, layout: Layout) -> bool:
     """A query's result among few and among as many as a prompt's pass has."""
     config = policy.config
     most = layout.padded_queries(PREFILL_WIDTH * config.num_heads // config.num_kv_heads)
-    q, k, v = _random_heads(policy, most, KV_SPLIT)
-    expected = _attend(q, k, v, KV_SPLIT, KV_SPLIT)
-    counts = {layout.padded_queries(count) for count in (1, 2, 5, 9, 17, 40, 66, 130, 200)}
-    return all(
-        torch.equal(_attend(q[:, :, :count], k, v, KV_SPLIT, KV_SPLIT), expected[:, :, :count])
-        for count in counts
-        if count <= most
-    )
+    probes = _attention_probes(policy, most, KV_SPLIT)
+    counts = sorted({layout.padded_queries(count) for count in (1, 2, 5, 9, 17, 40, 66, 130, 200)})
+    for probe in (probes.scores, probes.values(KV_SPLIT)):
+        expected = _attend(probe, most, KV_SPLIT, KV_SPLIT)
+        for count in counts:
+            if count <= most and not torch.equal(_attend(probe, count, KV_SPLIT, KV_SPLIT), expected[:, :, :count]):
+                return False
+    return True
 
 
-def _random_heads(policy: Decoder, queries: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q [1, K, Q, D], k and v [1, K, L, D]."""
-    config, weight = policy.config, policy.embed.weight
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(1, config.num_kv_heads, size, config.head_dim) for size in (queries, length, length)]
-    q, k, v = (torch.randn(shape, generator=generator).to(weight.device, weight.dtype) for shape in shapes)
-    return q, k, v
+def _attention_probes(policy: Decoder, queries: int, length: int) -> AttentionProbes:
+    """Of as many heads as the policy has: threads share the work by heads, and one head alone is worked on otherwise."""
+    config = policy.config
+    return AttentionProbes(config.num_kv_heads, queries, length, config.head_dim, policy.embed.weight)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, length: int, used: int) -> Tensor:
-    """Attention that sees `length` keys, those from `used` on masked."""
-    mask_QL = q.new_zeros((q.shape[2], length))
+def _attend(probe: AttentionProbe, queries: int, length: int, used: int) -> Tensor:
+    """Attention of the first `queries` queries that sees `length` keys, those from `used` on masked."""
+    q = probe.q[:, :, :queries]
+    mask_QL = q.new_zeros((queries, length))
     mask_QL[:, used:] = float("-inf")
-    return F.scaled_dot_product_attention(q, k[:, :, :length], v[:, :, :length], attn_mask=mask_QL)
+    return F.scaled_dot_product_attention(q, probe.k[:, :, :length], probe.v[:, :, :length], attn_mask=mask_QL)
 
 
 @torch.inference_mode()
@@ -134,11 +136,9 @@ def _first_layers(policy: Decoder) -> Decoder:
 def _products_are_invariant(forward: Forward) -> bool:
     """Every shape of weight matrix in the policy, with many row counts."""
     policy, linear = forward.policy, forward.layout.linear
-    weights = {module.weight.shape: module.weight for module in policy.modules() if isinstance(module, torch.nn.Linear)}
-    for weight in weights.values():
-        x = torch.randn(MOST_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
-        x = x.to(weight.device, weight.dtype)
-        expected = linear(x[: linear.padded(MOST_ROWS)], weight, None)
+    for shape in sorted({module.weight.shape for module in policy.modules() if isinstance(module, torch.nn.Linear)}):
+        x, weight = cancelling_product(linear.padded(MOST_ROWS), shape, policy.embed.weight)
+        expected = linear(x, weight, None)
         for rows in _row_counts(weight.numel()):
             padded = torch.cat([x[:rows], x.new_zeros(linear.padded(rows) - rows, x.shape[1])])
             if not torch.equal(linear(padded, weight, None)[:rows], expected[:rows]):
