@@ -223,6 +223,8 @@ class DrafterConfig(Section):
     """from_policy_layer, or the folder of a drafter."""
     context_window: Positive = 1024
     """Tokens that the drafter looks back at, and has to read at most when it is turned on in mid-answer."""
+    vocabulary: Positive = 32768
+    """The drafter proposes at most so many different tokens, the most frequent of the policy's answers."""
     train: DrafterTrainConfig = DrafterTrainConfig()
 
 

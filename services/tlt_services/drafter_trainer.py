@@ -213,7 +213,8 @@ class SpotTrainer:
         lease.used_s += progress.seconds
         lease.tokens += progress.tokens
         self._unjudged_s += progress.seconds
-        self.actor.gauges["tokens_per_s"] = progress.tokens / progress.seconds
+        speed, covered = progress.tokens / progress.seconds, self.trainer.covered
+        self.actor.gauges.update(tokens_per_s=speed, vocabulary_covered=covered)
         self.actor.metrics.trained_tokens.inc(progress.tokens)
         patience_s = max(self.config.drafter.train.publish_every_s, self._judging_s / _JUDGING_SHARE)
         if self._unjudged_s >= patience_s and not lease.stop.is_set():
@@ -266,6 +267,7 @@ class SpotTrainer:
             seconds=round(seconds, 3),
             trained_s=round(lease.used_s, 2),
             tokens=lease.tokens,
+            vocabulary_covered=round(self.trainer.covered, 5),
             began_after_s=None if lease.began_after_s is None else round(lease.began_after_s, 3),
             shards=dict(self.intake.counts),
         )

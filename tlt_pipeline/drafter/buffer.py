@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -45,6 +45,11 @@ class DocumentBuffer:
 
     def __len__(self) -> int:
         return len(self._training)
+
+    @property
+    def documents(self) -> Iterator[Document]:
+        """All of them, held-out ones too."""
+        return (entry.document for entry in (*self._training, *self._held_out))
 
     @property
     def oldest_version(self) -> int:

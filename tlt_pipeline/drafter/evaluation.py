@@ -1,6 +1,7 @@
 """How well a drafter drafts, on documents that it isn't trained on.
 
-Shapes: D = depth of the chain, N = tokens, P = places (pairs) of one document, V = vocabulary.
+Shapes: D = depth of the chain, N = tokens, P = places (pairs) of one document, V = vocabulary, v = draft
+vocabulary.
 """
 
 from __future__ import annotations
@@ -71,14 +72,15 @@ def evaluate(
 ) -> HeldOut | None:
     """Depth k's proposals come from k - 1 steps on the drafter's own features, as in drafting. None: stopped, or
     nothing to judge by."""
-    sums = _Sums(depth)
+    sums, narrow = _Sums(depth), frozen.narrowed(drafter)
     for group in split_documents(documents, tokens_at_once):
         if should_stop():
             return None
         batch = pack(group).to(frozen.embedding.device)
         predicted_DNC = unroll(drafter, frozen.embedding, batch, depth).flatten(1, 2)
         weights_DN = step_weights(batch, depth).flatten(1)
-        agree_DN, entropy_N = _compare(predicted_DNC, batch.targets_RWC.flatten(0, 1), frozen, temperature)
+        targets_NC = batch.targets_RWC.flatten(0, 1)
+        agree_DN, entropy_N = _compare(predicted_DNC, targets_NC, frozen, narrow, drafter.draft_ids, temperature)
         sums.by_depth_D2[:, 0] += (agree_DN * weights_DN).sum(1).cpu().numpy()
         sums.by_depth_D2[:, 1] += weights_DN.sum(1).cpu().numpy()
         sums.cross_entropy += (entropy_N * weights_DN[0]).sum().item()
@@ -89,26 +91,39 @@ def evaluate(
 
 
 def _compare(
-    predicted_DNC: Tensor, targets_NC: Tensor, frozen: FrozenParts, temperature: float
+    predicted_DNC: Tensor,
+    targets_NC: Tensor,
+    frozen: FrozenParts,
+    narrow: FrozenParts,
+    draft_ids: Tensor | None,
+    temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """Features -> agreement at every depth [D, N], and the first depth's cross-entropy [N]."""
+    """Features -> agreement at every depth [D, N], and the first depth's cross-entropy [N]. `narrow`: with the head of
+    the tokens that may be proposed, `draft_ids` (None: all); the policy's draw may be any."""
     agree_DN = torch.empty(predicted_DNC.shape[:2])
     entropy_N = torch.empty(predicted_DNC.shape[1])
     for low in range(0, targets_NC.shape[0], frozen.chunk):
         part = slice(low, low + frozen.chunk)
         policy_NV = frozen.scores(frozen.norm(targets_NC[part]))
-        likely_NV = policy_NV.argmax(-1) if temperature == 0 else (policy_NV / temperature).softmax(-1)
+        best_N = policy_NV.argmax(-1)
+        likely_Nv = _select((policy_NV / (temperature or 1.0)).softmax(-1), draft_ids)
+        policy_Nv = _select(policy_NV, draft_ids).softmax(-1)
         for step, predicted_NC in enumerate(predicted_DNC[:, part]):
-            drafter_NV = frozen.scores(frozen.norm(predicted_NC))
+            drafter_Nv = narrow.scores(frozen.norm(predicted_NC))
             if step == 0:
-                expected_N = torch.linalg.vecdot(policy_NV.softmax(-1), drafter_NV)
-                entropy_N[part] = drafter_NV.logsumexp(-1) - expected_N
+                expected_N = torch.linalg.vecdot(policy_Nv, drafter_Nv)
+                entropy_N[part] = drafter_Nv.logsumexp(-1) - expected_N
             if temperature == 0:
-                agree_DN[step, part] = (likely_NV == drafter_NV.argmax(-1)).float()
+                proposed_N = drafter_Nv.argmax(-1) if draft_ids is None else draft_ids[drafter_Nv.argmax(-1)]
+                agree_DN[step, part] = (best_N == proposed_N).float()
             else:
-                shared_NV = torch.minimum(likely_NV, (drafter_NV / temperature).softmax(-1))
-                agree_DN[step, part] = shared_NV.sum(-1)
+                shared_Nv = torch.minimum(likely_Nv, (drafter_Nv / temperature).softmax(-1))
+                agree_DN[step, part] = shared_Nv.sum(-1)
     return agree_DN.to(predicted_DNC.device), entropy_N.to(predicted_DNC.device)
+
+
+def _select(values_NV: Tensor, ids: Tensor | None) -> Tensor:
+    return values_NV if ids is None else values_NV.index_select(-1, ids)
 
 
 def _passes_by_document(agree_DN: Tensor, batch: Batch) -> list[tuple[float, int]]:

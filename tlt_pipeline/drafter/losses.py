@@ -3,13 +3,14 @@
 EAGLE's objective (arXiv 2401.15077, section 3.2): cross-entropy of the drafter's distribution against the policy's
 soft one, plus smooth-L1 between predicted and true feature. The policy's norm and head turn either feature into
 scores and stay frozen, so the only gradient wanted is that of the predicted feature: it is computed along with the
-loss, chunk by chunk, and an array [tokens, vocabulary] never exists. Shapes: N = tokens, C = hidden size,
+loss, chunk by chunk, and an array [tokens, vocabulary] never exists. A drafter that may propose some tokens only is
+compared with the policy's distribution over these. Shapes: N = tokens, C = hidden size,
 V = vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_pipeline.models.decoder import Decoder, RMSNorm
+from tlt_pipeline.models.drafter import EagleDrafter
 from tlt_pipeline.models.dtypes import choose_dtype
 
 CHUNK_ELEMENTS = 1 << 22
@@ -50,6 +52,10 @@ class FrozenParts:
         if head.numel() >= LARGE_HEAD:
             head = head.to(choose_dtype("auto", device))
         return cls(embedding, norm, head, version)
+
+    def narrowed(self, drafter: EagleDrafter) -> FrozenParts:
+        """With the head's rows of the tokens that this drafter may propose."""
+        return replace(self, head=drafter.draft_head(self.head))
 
     @property
     def chunk(self) -> int:

@@ -8,18 +8,25 @@ from pathlib import Path
 import torch
 
 from tlt_pipeline.actor import Actor
+from tlt_pipeline.config import RunConfig
 from tlt_pipeline.drafter.losses import FrozenParts
 from tlt_pipeline.drafter.state import StateUnusable, restore, state_path
+from tlt_pipeline.drafter.texts import write_texts
 from tlt_pipeline.drafter.trainer import DrafterTrainer
 from tlt_pipeline.messages import WEIGHTS, WeightsPublished
 from tlt_pipeline.models.checkpoint import load_drafter
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig
 from tlt_pipeline.models.drafter import EagleDrafter, drafter_from_policy
-from tlt_pipeline.models.dtypes import choose_device
+from tlt_pipeline.models.dtypes import choose_device, choose_dtype
+from tlt_pipeline.models.tokenizer import Tokenizer, load_tokenizer
 from tlt_pipeline.rundir import RunDir
 from tlt_pipeline.weights import WeightStore
 
 FROM_POLICY = "from_policy_layer"
+TEXTS = 32
+ANSWER_TOKENS = 64
+"""The first drafter is fitted on so many answers of so many tokens: 1 s of a core for the quickstart's policy, 14 s for
+SmolLM2."""
 
 
 async def choose_first_drafter(actor: Actor, store: WeightStore, policy: WeightsPublished) -> WeightsPublished:
@@ -46,15 +53,18 @@ async def choose_first_drafter(actor: Actor, store: WeightStore, policy: Weights
 
 def _write_first(actor: Actor, store: WeightStore, policy: WeightsPublished, version: int) -> WeightsPublished:
     device = choose_device(actor.config.engine.device)
-    drafter = start_drafter(actor.config.drafter.init, store.load_policy(policy, device=device))
+    dtype = choose_dtype(actor.config.engine.dtype, device)
+    loaded = store.load_policy(policy, dtype=dtype, device=device)
+    drafter = start_drafter(actor.config, loaded, load_tokenizer(store.folder("policy", policy.version)))
     return store.write_drafter(version, drafter, parent=0, policy_version=policy.version, step=policy.step)
 
 
-def start_drafter(init: str, policy: Decoder) -> EagleDrafter:
-    """`drafter.init`: from_policy_layer, or the folder of a drafter (raises ModelError)."""
-    if init == FROM_POLICY:
-        return drafter_from_policy(policy)
-    return load_drafter(Path(init), policy.config)
+def start_drafter(config: RunConfig, policy: Decoder, tokenizer: Tokenizer) -> EagleDrafter:
+    """`drafter.init`: from_policy_layer, or the folder of a drafter (raises ModelError). float32."""
+    if config.drafter.init != FROM_POLICY:
+        return load_drafter(Path(config.drafter.init), policy.config)
+    texts = write_texts(config, policy, tokenizer, count=TEXTS, answer_tokens=ANSWER_TOKENS)
+    return drafter_from_policy(policy, texts).float()
 
 
 def load_frozen(store: WeightStore, published: WeightsPublished, device: torch.device) -> FrozenParts:

@@ -28,6 +28,7 @@ from tlt_pipeline.drafter.evaluation import HeldOut, evaluate
 from tlt_pipeline.drafter.losses import FrozenParts, feature_loss, soft_cross_entropy
 from tlt_pipeline.drafter.shards import Document
 from tlt_pipeline.drafter.unrolling import unroll
+from tlt_pipeline.drafter.vocabulary import choose_vocabulary, count_tokens, coverage
 from tlt_pipeline.models.drafter import EagleDrafter
 
 BETAS = (0.9, 0.95)
@@ -75,7 +76,7 @@ class Candidate:
 
 class DrafterTrainer:
     """`published`, `version`: the newest published drafter known. `parent`: the version that training started from.
-    `counts`: what was skipped, by reason."""
+    `counts`: what was skipped, by reason. `covered`: share of the answers' tokens that the drafter may propose."""
 
     def __init__(self, config: RunConfig, drafter: EagleDrafter, version: int, frozen: FrozenParts, slot: int) -> None:
         self.settings, self.config = config.drafter.train, config
@@ -95,6 +96,9 @@ class DrafterTrainer:
             held_out_share=config.hidden_states.held_out_share,
             seed=config.seed + slot,
         )
+        self._narrow = frozen.narrowed(self.drafter)
+        self.covered = 1.0
+        self._vocabulary_of: tuple[int, int, int] | None = None
         self.steps = self.tokens_trained = self.tokens_since_parent = 0
         self.counts: Counter[str] = Counter()
         self.seconds_per_token = self._guess_speed()
@@ -105,6 +109,19 @@ class DrafterTrainer:
     def set_policy(self, frozen: FrozenParts) -> None:
         """A new policy: its norm, head and embedding are what the drafter is used with from now on."""
         self.frozen = frozen
+        self._narrow = frozen.narrowed(self.drafter)
+
+    def _choose_vocabulary(self) -> None:
+        """The tokens that may be proposed, by the answers in the buffer."""
+        known = len(self.buffer), self.buffer.newest_version, self.version
+        if known == self._vocabulary_of:
+            return
+        self._vocabulary_of = known
+        counts_V = count_tokens(self.buffer.documents, self.frozen.embedding.shape[0])
+        chosen_v = choose_vocabulary(counts_V, self.config.drafter.vocabulary, self.drafter.draft_ids)
+        self.drafter.draft_ids = self.average.draft_ids = None if chosen_v is None else chosen_v.to(self.device)
+        self.covered = coverage(chosen_v, counts_V)
+        self._narrow = self.frozen.narrowed(self.drafter)
 
     def follow(self, version: int, drafter: EagleDrafter) -> None:
         """A newer version was published, here or elsewhere: it is what a candidate has to beat."""
@@ -128,6 +145,7 @@ class DrafterTrainer:
     def restart_from_published(self) -> None:
         _copy(self.published, self.drafter)
         _copy(self.published, self.average)
+        self._narrow, self._vocabulary_of = self.frozen.narrowed(self.drafter), None
         self.parent = self.version
         self.tokens_since_parent = 0
 
@@ -136,6 +154,7 @@ class DrafterTrainer:
     def train(self, seconds: float, should_stop: Callable[[], bool]) -> Progress:
         """Optimizer steps for about `seconds`, until stopped or there is no data."""
         began = time.monotonic()
+        self._choose_vocabulary()
         done = Progress()
         while time.monotonic() - began < seconds and not should_stop():
             documents = self.buffer.draw(self.settings.tokens_per_batch)
@@ -165,7 +184,7 @@ class DrafterTrainer:
         batch = pack(documents).to(self.device)
         predicted_NC = unroll(self.drafter, self.frozen.embedding, batch, 1).flatten(0, 2)
         targets_NC, weight_N = batch.targets_RWC.flatten(0, 1), batch.weight_RW.flatten()
-        entropy = soft_cross_entropy(predicted_NC, targets_NC, weight_N, self.frozen)
+        entropy = soft_cross_entropy(predicted_NC, targets_NC, weight_N, self._narrow)
         distance = feature_loss(predicted_NC, targets_NC, weight_N)
         loss = self.settings.ce_weight * entropy + self.settings.hidden_weight * distance
         loss.backward()
@@ -199,7 +218,7 @@ class DrafterTrainer:
         return max(FEWEST_TOKENS, min(fitting, self.settings.tokens_per_batch))
 
     def _guess_speed(self) -> float:
-        size = sum(parameter.numel() for parameter in self.parameters) + 2 * self.frozen.head.numel()
+        size = sum(parameter.numel() for parameter in self.parameters) + 2 * self._narrow.head.numel()
         return 6 * size / FIRST_SPEED
 
     # --- judging --------------------------------------------------------------------------------------------------
@@ -265,3 +284,4 @@ class DrafterTrainer:
 def _copy(source: EagleDrafter, target: EagleDrafter) -> None:
     for to, of in zip(target.parameters(), source.parameters(), strict=True):
         to.copy_(of)
+    target.draft_ids = source.draft_ids

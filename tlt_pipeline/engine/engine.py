@@ -97,14 +97,14 @@ class Engine:
         self.hashes = token_hashes(policy.config.vocab_size, policy.embed.weight.device)
         self.batch: Batch | None = None
         if self.drafting is not None:
-            self.drafting = Drafting(policy, self.drafting.drafter, self.context_window)
+            self.drafting = Drafting.of(policy, self.drafting.drafter, self.context_window)
 
     def set_drafter(self, drafter: EagleDrafter | None, version: int) -> None:
         """Between any two steps, in mid-answer too: it can't change the tokens."""
         self.drafting = None
         if drafter is not None:
             self.layout.prepare(drafter.requires_grad_(False))
-            self.drafting = Drafting(self.policy, drafter, self.context_window)
+            self.drafting = Drafting.of(self.policy, drafter, self.context_window)
         self.drafter_version = version
         self.choice.new_drafter()
 

@@ -1,8 +1,9 @@
 """The start-up check behind the claim of a run (design 5.1): does a row's result depend on the batch around it?
 
 Matrix products are tried with many row counts, attention with the KV lengths to come, on inputs that leave nothing but
-rounding (probes.py); then the same tokens are read one at a time alone, and in batches, verify widths and whole prompts:
-the logits must be equal to the bit. The first layout that passes is used. What is tried doesn't depend on an engine's batch, so that engines of one machine agree.
+rounding (probes.py); then the same tokens are read one at a time alone, and in batches, verify widths and whole
+prompts: the logits must be equal to the bit. The first layout that passes is used. What is tried doesn't depend on an
+engine's batch, so that engines of one machine agree.
 Shapes: B = rows, T = tokens of a row, V = vocabulary, L = KV length, D = head size, Q = queries.
 """
 
@@ -92,7 +93,7 @@ def _queries_are_independent(policy: Decoder, layout: Layout) -> bool:
 
 
 def _attention_probes(policy: Decoder, queries: int, length: int) -> AttentionProbes:
-    """Of as many heads as the policy has: threads share the work by heads, and one head alone is worked on otherwise."""
+    """Of as many heads as the policy has: threads share the work by heads; one head alone is worked on otherwise."""
     config = policy.config
     return AttentionProbes(config.num_kv_heads, queries, length, config.head_dim, policy.embed.weight)
 

@@ -2,7 +2,8 @@
 
 The drafter needn't be exact to the bit: whatever it proposes, the policy's draw decides. It looks back at most
 `window` positions, which also bounds what it has to read when it is turned on in mid-answer.
-Shapes: B = rows, D = depth, S = pairs to catch up or steps to draft, C = hidden size, V = vocabulary, L = cache length.
+Shapes: B = rows, D = depth, S = pairs to catch up or steps to draft, C = hidden size, V = vocabulary,
+v = draft vocabulary, L = cache length.
 """
 
 from __future__ import annotations
@@ -25,20 +26,33 @@ from tlt_pipeline.models.drafter import EagleDrafter
 
 @dataclass(frozen=True)
 class Drafting:
-    """A drafter beside its policy. `window`: positions that it looks back at."""
+    """A drafter beside its policy. `window`: positions that it looks back at. `head_vC`: the policy's LM head for the
+    tokens that may be proposed."""
 
     policy: Decoder
     drafter: EagleDrafter
     window: int
+    head_vC: Tensor
+
+    @classmethod
+    def of(cls, policy: Decoder, drafter: EagleDrafter, window: int) -> Drafting:
+        return cls(policy, drafter, window, drafter.draft_head(policy.lm_head.weight))
 
     def features(self, tokens_N: Tensor, features_NC: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Pairs (token p + 1, feature of token p) at positions p -> the predicted features of tokens p + 1 [N, C]."""
         return self.drafter(self.policy.embed(tokens_N), features_NC, positions_N, Ops(attend, packed_linear))
 
     def scores(self, feature_NC: Tensor, noise_NV: Tensor, inverse_temperature_N1: Tensor, scale_N1: Tensor) -> Tensor:
-        """logits / T + noise of the token that each feature predicts [N, V]."""
-        logits_NV = self.policy.logits(feature_NC, packed_linear)
-        return perturbed(logits_NV.to(noise_NV.dtype) * inverse_temperature_N1, noise_NV, scale_N1)
+        """logits / T + noise of the token that each feature predicts, of those that may be proposed [N, v]."""
+        logits_Nv = packed_linear(self.policy.norm(feature_NC), self.head_vC, None)
+        ids_v = self.drafter.draft_ids
+        noise_Nv = noise_NV if ids_v is None else noise_NV.index_select(1, ids_v)
+        return perturbed(logits_Nv.to(noise_Nv.dtype) * inverse_temperature_N1, noise_Nv, scale_N1)
+
+    def tokens(self, index: Tensor) -> Tensor:
+        """Places in the draft vocabulary -> token ids."""
+        ids_v = self.drafter.draft_ids
+        return index if ids_v is None else ids_v[index]
 
     def cache(self, batch: Batch) -> KVCache:
         if batch.drafter_cache is None:
@@ -70,7 +84,8 @@ def propose_chain(drafting: Drafting, batch: Batch, noise_BWV: Tensor, depth: in
         if step:
             feature_BC = drafting.features(proposals[-1], feature_BC, on_device_BS[:, step - 1], attends[step - 1])
         columns = sampling.inverse_temperature_N1, sampling.noise_scale_N1
-        proposals.append(first_argmax(drafting.scores(feature_BC, noise_BWV[:, step], *columns)))
+        scores_Bv = drafting.scores(feature_BC, noise_BWV[:, step], *columns)
+        proposals.append(drafting.tokens(first_argmax(scores_Bv)))
     return chain_proposals(torch.stack(proposals, 1))
 
 

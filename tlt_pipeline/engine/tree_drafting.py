@@ -3,7 +3,8 @@
 A level's best `top_k` nodes by cumulative score are expanded `top_k` ways each; of all nodes the best `verify` are
 kept. A node's score is the log-softmax of logits / T + noise: with the noise that the policy will draw with, it says
 how likely this very draw is (at T = 0 there is no noise, and it is EAGLE-2's confidence).
-Shapes: B = rows, K = top-k, F = nodes of a level that are expanded, N = nodes kept, V = vocabulary, L = cache length.
+Shapes: B = rows, K = top-k, F = nodes of a level that are expanded, N = nodes kept, V = vocabulary, v = draft
+vocabulary, L = cache length.
 """
 
 from __future__ import annotations
@@ -121,10 +122,10 @@ class _Growth:
         sampling = self.batch.sampling(F)
         noise_NV = self.noise_BWV[:, level].repeat_interleave(F, 0) if F > 1 else self.noise_BWV[:, level]
         columns = sampling.inverse_temperature_N1, sampling.noise_scale_N1
-        scores_NV = self.drafting.scores(features_BFC.flatten(0, 1), noise_NV, *columns)
-        best = scores_NV.topk(self.top_k, -1)
-        normalized_NK = best.values - scores_NV.logsumexp(-1, keepdim=True)
-        return best.indices.view(B, F, -1), normalized_NK.view(B, F, -1)
+        scores_Nv = self.drafting.scores(features_BFC.flatten(0, 1), noise_NV, *columns)
+        best = scores_Nv.topk(self.top_k, -1)
+        normalized_NK = best.values - scores_Nv.logsumexp(-1, keepdim=True)
+        return self.drafting.tokens(best.indices).view(B, F, -1), normalized_NK.view(B, F, -1)
 
     def _attention(self, slots_BF: Tensor, above_BFA: Tensor, deepest: int) -> CachedAttention:
         """Every node looks at what is committed, at its drafted ancestors and at itself."""

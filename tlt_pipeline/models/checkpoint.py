@@ -26,6 +26,7 @@ from tlt_pipeline.models.locate import ModelError
 
 SHARD_BYTES = 5 * 10**9
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DRAFT_IDS = "draft_ids"
 _DRAFTER = "tlt_eagle"
 _FROZEN = ("embed.", "embed_tokens.", "norm.", "lm_head.")
 _IGNORED = ("rotary_emb.inv_freq",)
@@ -109,7 +110,7 @@ def save_drafter(drafter: EagleDrafter, folder: str | Path) -> None:
     """Writes the drafter's trainable tensors and config.json. The policy's frozen ones are never written."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.named_parameters()}
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
     _refuse_frozen(state, folder)
     content = {"architectures": ["EagleDrafter"], "model_type": _DRAFTER, **asdict(drafter.config)}
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
@@ -141,10 +142,21 @@ def load_drafter(
         state = {
             name: stored.take(name).to(device=device, dtype=dtype, copy=True) for name, _ in drafter.named_parameters()
         }
+        drafter.draft_ids = _take_draft_ids(stored, policy_config.vocab_size, folder, device)
         stored.refuse_left_over(tied=False)
     drafter.load_state_dict(state, strict=False, assign=True)
     drafter.rope = Rope(drafter.config).to(device)
     return drafter
+
+
+def _take_draft_ids(stored: _Tensors, vocab_size: int, folder: Path, device: str | torch.device) -> Tensor | None:
+    if _DRAFT_IDS not in stored.names:
+        return None
+    ids = stored.take(_DRAFT_IDS).to(torch.int64)
+    ascending = ids.ndim == 1 and len(ids) > 0 and bool((ids[1:] > ids[:-1]).all())
+    if not ascending or ids[0] < 0 or ids[-1] >= vocab_size:
+        raise ModelError(f"{folder}: {_DRAFT_IDS} must be ascending token ids below {vocab_size}: train it again")
+    return ids.to(device, copy=True)
 
 
 def _refuse_frozen(names: Iterable[str], folder: Path) -> None:
