@@ -30,7 +30,9 @@ models_app = typer.Typer(no_args_is_help=True, help="Fetch and list models.")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure the whole loop, or the engine alone.")
 app.add_typer(config_app, name="config")
 app.add_typer(models_app, name="models")
+drafter_app = typer.Typer(no_args_is_help=True, help="Train a drafter before RL.")
 app.add_typer(bench_app, name="bench")
+app.add_typer(drafter_app, name="drafter")
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that replace the file's.")
@@ -87,6 +89,29 @@ def sft(
 
     configure_logging(settings.telemetry.log_level)
     run_sft(settings)
+    return 0
+
+
+@drafter_app.command("warmup")
+def drafter_warmup(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG")],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Default: runs/models/NAME-drafter.")] = None,
+    seconds: Annotated[float, typer.Option("--seconds", min=1.0, help="At most; it ends when it gains no more.")] = 300,
+) -> int:
+    """Train a drafter on the policy's own answers to the task's prompts, for drafter.init."""
+    from tlt_pipeline.config import load_config
+    from tlt_pipeline.drafter.warmup import run_warmup
+    from tlt_pipeline.telemetry.logging import configure_logging
+
+    settings = load_config(config, overrides or [])
+    configure_logging(settings.telemetry.log_level)
+    folder = out or Path("runs/models") / f"{settings.name}-drafter"
+    report = run_warmup(settings, folder, seconds)
+    typer.echo(
+        f"acceptance length {report.acceptance_length_start} -> {report.acceptance_length} in {report.seconds} s, "
+        f"{report.tokens_trained} tokens; use it: tlt run {config} drafter.init={folder}"
+    )
     return 0
 
 

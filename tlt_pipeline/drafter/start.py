@@ -11,7 +11,7 @@ from tlt_pipeline.actor import Actor
 from tlt_pipeline.config import RunConfig
 from tlt_pipeline.drafter.losses import FrozenParts
 from tlt_pipeline.drafter.state import StateUnusable, restore, state_path
-from tlt_pipeline.drafter.texts import write_texts
+from tlt_pipeline.drafter.texts import TextWriter
 from tlt_pipeline.drafter.trainer import DrafterTrainer
 from tlt_pipeline.messages import WEIGHTS, WeightsPublished
 from tlt_pipeline.models.checkpoint import load_drafter
@@ -63,7 +63,7 @@ def start_drafter(config: RunConfig, policy: Decoder, tokenizer: Tokenizer) -> E
     """`drafter.init`: from_policy_layer, or the folder of a drafter (raises ModelError). float32."""
     if config.drafter.init != FROM_POLICY:
         return load_drafter(Path(config.drafter.init), policy.config)
-    texts = write_texts(config, policy, tokenizer, count=TEXTS, answer_tokens=ANSWER_TOKENS)
+    texts, _ = TextWriter(config, policy, tokenizer, ANSWER_TOKENS).write(0, TEXTS)
     return drafter_from_policy(policy, texts).float()
 
 

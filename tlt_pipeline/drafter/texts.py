@@ -1,12 +1,15 @@
-"""Text that the policy writes to the task's prompts: what a drafter starts from before any rollout is done."""
+"""Answers that the policy writes to the task's prompts: what a drafter learns from before any rollout is done."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tlt_pipeline.config import EngineConfig, RunConfig, SpeculationConfig
 from tlt_pipeline.engine.engine import Engine, decode_all
+from tlt_pipeline.engine.results import FeaturePiece
 from tlt_pipeline.messages import Array, RolloutRequest, Sampling
 from tlt_pipeline.models.decoder import Decoder
 from tlt_pipeline.models.tokenizer import Tokenizer
@@ -17,42 +20,50 @@ AT_ONCE = 32
 """Answers written side by side."""
 
 
-def write_texts(
-    config: RunConfig, policy: Decoder, tokenizer: Tokenizer, *, count: int, answer_tokens: int
-) -> list[Tensor]:
-    """Prompts of the task's first step with answers of at most `answer_tokens` tokens, each int64 [T]. Prompts that
-    leave no room for an answer are left out. Raises what tasks and tokenizer refuse."""
-    rollout, context = config.rollout, min(config.engine.max_context, policy.config.max_position_embeddings)
-    answer_tokens = min(answer_tokens, rollout.max_new_tokens)
-    sampling = Sampling(
-        max_new_tokens=answer_tokens,
-        temperature=rollout.temperature,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        stop_token_ids=tuple(tokenizer.eos_ids),
-    )
-    prompts = [render(each, config.task, tokenizer) for each in TaskMix(config.task, config.seed).draw(0, count)]
-    requests = [
-        RolloutRequest(
-            request_id=f"text{number}",
-            group_id=f"text{number}",
-            step=0,
-            index=0,
-            policy_version=0,
-            seed=config.seed + number,
-            prompt=Array.of(prompt),
-            sampling=sampling,
-            source="",
-            entry="",
+class TextWriter:
+    """Writes answers of at most `answer_tokens` tokens, sampled as in the rollout."""
+
+    def __init__(self, config: RunConfig, policy: Decoder, tokenizer: Tokenizer, answer_tokens: int) -> None:
+        """Raises what tasks refuse."""
+        self._config, self._tokenizer = config, tokenizer
+        self._tasks = TaskMix(config.task, config.seed)
+        self._context = min(config.engine.max_context, policy.config.max_position_embeddings)
+        rollout = config.rollout
+        self._sampling = Sampling(
+            max_new_tokens=min(answer_tokens, rollout.max_new_tokens),
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            stop_token_ids=tuple(tokenizer.eos_ids),
         )
-        for number, prompt in enumerate(prompts)
-        if 2 <= len(prompt) < context - answer_tokens
-    ]
-    engine = Engine(
-        policy,
-        0,
-        tokenizer,
-        EngineConfig(max_batch=AT_ONCE, max_context=context, exact="off", speculation=SpeculationConfig(drafter="off")),
-    )
-    answers = decode_all(engine, requests)
-    return [torch.tensor(done.request.prompt.tolist() + done.tokens) for done in answers]
+        off = SpeculationConfig(drafter="off")
+        settings = EngineConfig(max_batch=AT_ONCE, max_context=self._context, exact="off", speculation=off)
+        self._engine = Engine(policy, 0, tokenizer, settings, feature_chunk=config.hidden_states.chunk_tokens)
+
+    def write(self, number: int, count: int) -> tuple[list[Tensor], list[FeaturePiece]]:
+        """Answers to the prompts that step `number` would have -> whole texts, int64 [T] each, and the policy's
+        features with them. Prompts that leave no room for an answer are left out."""
+        prompts = self._tasks.draw(number, count)
+        rendered = [render(prompt, self._config.task, self._tokenizer) for prompt in prompts]
+        done = decode_all(self._engine, self._requests(number, rendered))
+        texts = [torch.tensor(each.request.prompt.tolist() + each.tokens) for each in done]
+        return texts, self._engine.take_pieces()
+
+    def _requests(self, number: int, prompts: Sequence[list[int]]) -> list[RolloutRequest]:
+        room = self._context - self._sampling.max_new_tokens
+        return [
+            RolloutRequest(
+                request_id=f"text-{number}-{index}",
+                group_id=f"text-{number}-{index}",
+                step=number,
+                index=0,
+                policy_version=0,
+                seed=(self._config.seed + number) * len(prompts) + index,
+                prompt=Array.of(prompt),
+                sampling=self._sampling,
+                source="",
+                entry="",
+            )
+            for index, prompt in enumerate(prompts)
+            if 2 <= len(prompt) < room
+        ]

@@ -1,0 +1,138 @@
+"""A drafter before RL: trained on answers that the policy writes to the task's prompts, until time is up or it no
+longer pays. What comes out is a folder for `drafter.init`."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from tlt_pipeline.config import ConfigError, RunConfig
+from tlt_pipeline.drafter.evaluation import HeldOut
+from tlt_pipeline.drafter.losses import FrozenParts
+from tlt_pipeline.drafter.start import FROM_POLICY, TEXTS
+from tlt_pipeline.drafter.streaming import document_of
+from tlt_pipeline.drafter.texts import TextWriter
+from tlt_pipeline.drafter.trainer import DrafterTrainer
+from tlt_pipeline.folders import draft_folder, put_in_place, remove_folder
+from tlt_pipeline.learner.compute import use_threads
+from tlt_pipeline.models.checkpoint import load_decoder, load_drafter, save_drafter
+from tlt_pipeline.models.decoder import Decoder
+from tlt_pipeline.models.drafter import EagleDrafter, drafter_from_policy
+from tlt_pipeline.models.dtypes import choose_device, choose_dtype
+from tlt_pipeline.models.locate import locate_model
+from tlt_pipeline.models.tokenizer import load_tokenizer
+from tlt_pipeline.processes import usable_cores
+
+HELD_OUT = 48
+ANSWERS = 96
+"""Written at a time, after as many that are held out of training."""
+TRAINING_SHARE = 3
+"""Seconds of training for each second of writing: fresh answers teach more than known ones."""
+PATIENCE = 3
+"""Ends after so many rounds without a gain worth publishing."""
+
+
+@dataclass(frozen=True)
+class WarmupReport:
+    """`acceptance_length`: expected tokens a verify pass on held-out answers, at the start and at the end."""
+
+    folder: str
+    seconds: float
+    answers: int
+    tokens_trained: int
+    acceptance_length_start: float
+    acceptance_length: float
+    agreement: tuple[float, ...]
+    vocabulary: int
+    vocabulary_covered: float
+
+
+def run_warmup(config: RunConfig, out: Path, seconds: float, log: Any = None) -> WarmupReport:
+    """Raises ConfigError, TaskError or ModelError for what the user gave, StorageError for a full disk."""
+    if out.exists() and not (out / "config.json").is_file():
+        raise ConfigError(f"{out} exists and is no drafter folder: give another --out, or remove it")
+    use_threads(config.engine.threads or max(usable_cores() // config.slots.count, 1))
+    device = choose_device(config.engine.device)
+    folder = locate_model(config.policy.model)
+    policy = load_decoder(folder, choose_dtype(config.engine.dtype, device), device)
+    warmup = _Warmup(config, policy, folder, log or structlog.get_logger())
+    report = warmup.train(seconds, str(out))
+    with draft_folder(out) as draft:
+        save_drafter(warmup.trainer.average, draft)
+        (draft / "warmup.json").write_text(
+            json.dumps({"policy": config.policy.model, **asdict(report)}, indent=2) + "\n"
+        )
+        while not put_in_place(draft, out):
+            remove_folder(out)
+    return report
+
+
+class _Warmup:
+    def __init__(self, config: RunConfig, policy: Decoder, folder: Path, log: Any) -> None:
+        self.config, self.policy, self.log = config, policy, log
+        self.writer = TextWriter(config, policy, load_tokenizer(folder), config.rollout.max_new_tokens)
+        texts, pieces = self.writer.write(0, HELD_OUT)
+        drafter = self._start(texts[:TEXTS])
+        self.trainer = DrafterTrainer(config, drafter, 0, FrozenParts.of(policy, 0, policy.embed.weight.device), slot=0)
+        self.trainer.buffer.add([document_of(piece) for piece in pieces], 0, held_out=True)
+        self.answers = 0
+
+    def _start(self, texts: list[torch.Tensor]) -> EagleDrafter:
+        if self.config.drafter.init != FROM_POLICY and Path(self.config.drafter.init).is_dir():
+            return load_drafter(self.config.drafter.init, self.policy.config)
+        return drafter_from_policy(self.policy, texts).float()
+
+    def train(self, seconds: float, out: str) -> WarmupReport:
+        began, round_number, idle_rounds = time.monotonic(), 0, 0
+        first = best = self._judge()
+        while time.monotonic() - began < seconds and idle_rounds < PATIENCE:
+            round_number += 1
+            wrote = self._write(round_number)
+            left = seconds - (time.monotonic() - began)
+            self.trainer.train(min(TRAINING_SHARE * wrote, left), lambda: False)
+            found = self._judge()
+            gained = found.loss < best.loss * (1.0 - self.config.drafter.train.min_gain)
+            best, idle_rounds = (found, 0) if gained else (best, idle_rounds + 1)
+            self.log.info(
+                "warm-up",
+                seconds=round(time.monotonic() - began),
+                answers=self.answers,
+                tokens_trained=self.trainer.tokens_trained,
+                acceptance_length=round(found.acceptance_length, 3),
+                vocabulary_covered=round(self.trainer.covered, 5),
+            )
+        return self._report(out, time.monotonic() - began, first, self._judge())
+
+    def _write(self, number: int) -> float:
+        """-> seconds it took."""
+        began = time.monotonic()
+        texts, pieces = self.writer.write(number, ANSWERS)
+        self.trainer.buffer.add([document_of(piece) for piece in pieces], 0, held_out=False)
+        self.answers += len(texts)
+        return time.monotonic() - began
+
+    def _judge(self) -> HeldOut:
+        judgement = self.trainer.judge()
+        if judgement is None:
+            raise ConfigError("the policy's answers hold nothing to learn from: see task and rollout.max_new_tokens")
+        return judgement.candidate
+
+    def _report(self, out: str, seconds: float, first: HeldOut, last: HeldOut) -> WarmupReport:
+        ids = self.trainer.average.draft_ids
+        return WarmupReport(
+            folder=out,
+            seconds=round(seconds, 1),
+            answers=self.answers,
+            tokens_trained=self.trainer.tokens_trained,
+            acceptance_length_start=round(first.acceptance_length, 3),
+            acceptance_length=round(last.acceptance_length, 3),
+            agreement=tuple(round(share, 3) for share in last.agreement),
+            vocabulary=self.policy.config.vocab_size if ids is None else len(ids),
+            vocabulary_covered=round(self.trainer.covered, 5),
+        )
