@@ -71,6 +71,12 @@ def jit(function: Callable[..., Any]) -> Any:
     return triton.jit(function)
 
 
+def jit_generic(*integers: str) -> Callable[[Callable[..., Any]], Any]:
+    """The same, and one compiled code for all values of these arguments; Triton compiles others anew for 1 and for
+    multiples of 16, which might sum in another order."""
+    return triton.jit(do_not_specialize=list(integers))
+
+
 if AVAILABLE:
     _WIDEN = tl.constexpr(INTERPRETED)
 

@@ -1,0 +1,112 @@
+"""An engine on Triton kernels, interpreted: they are the path that is taken, the tokens are PyTorch's, and with the
+exact layout they don't depend on the batch."""
+
+from __future__ import annotations
+
+import engine_cases as cases
+import pytest
+import torch
+
+from tests.unit.kernel_cases import INTERPRETER
+from tlt_kernels import dispatch
+from tlt_kernels.dispatch import TAKEN
+from tlt_pipeline.engine.engine import Engine, decode_all
+from tlt_pipeline.engine.graphs import Recorder
+from tlt_pipeline.engine.results import Finished
+from tlt_pipeline.engine.strategies import OFF, Fixed, parse_strategy
+from tlt_pipeline.messages import RolloutRequest
+
+TREE = "2x2x4"
+GREEDY, FILTERED = {"temperature": 0.0}, {"temperature": 0.6, "top_k": 9, "top_p": 0.9}
+on_kernels = pytest.mark.parametrize("device", [INTERPRETER])
+"""With a GPU the rest of the GPU's tests say it."""
+
+
+def requests(count: int = 2, **sampling: object) -> list[RolloutRequest]:
+    """Of two prompts, and of different lengths."""
+    return [cases.request(3 * number, **{"max_new_tokens": 6 + 3 * number, **sampling}) for number in range(count)]
+
+
+def engine_for(model, strategy: str, *, batch: int = 3, exact: str = "off", window: int = 1024) -> Engine:
+    engine = cases.engine(model, batch=batch, exact=exact, context_window=window, trees=(TREE,))
+    engine.set_drafter(cases.drafter(model), 1)
+    engine.choice = Fixed(parse_strategy(strategy))
+    return engine
+
+
+def tokens_of(finished: list[Finished]) -> list[list[int]]:
+    return [done.tokens for done in finished]
+
+
+def expected_kernels(strategy: str, proposed: int, accepted: int) -> set[str]:
+    """What a run of that strategy calls."""
+    found = {"attention", "sampling_draw"}
+    if proposed:
+        found.add("tree_accept")
+    if strategy.startswith("eagle"):
+        found.add("draft_topk")
+    return found | ({"kv_compact"} if "x" in strategy and accepted else set())
+
+
+@on_kernels
+@pytest.mark.parametrize(
+    ("strategy", "sampling"),
+    [
+        ("off", {}),
+        ("off", FILTERED),
+        ("ngram-2", GREEDY),
+        ("eagle-2", {}),
+        ("eagle-2", FILTERED),
+        (f"eagle-{TREE}", {}),
+        (f"eagle-{TREE}", GREEDY),
+    ],
+)
+def test_kernels_are_taken_and_write_the_same_tokens(device: str, strategy: str, sampling: dict[str, object]):
+    model = cases.policy("qwen3")
+    expected = decode_all(engine_for(model, strategy), requests(**sampling))
+    before = TAKEN.copy()
+    with dispatch.interpreted():
+        finished = decode_all(engine_for(model, strategy), requests(**sampling))
+    taken = TAKEN - before
+    assert tokens_of(finished) == tokens_of(expected)
+    assert {path for _, path in taken} == {"triton"}, "nothing fell back"
+    proposed, accepted = (sum(getattr(done.draft, part) for done in finished) for part in ("drafted", "accepted"))
+    assert {kernel for kernel, _ in taken} == expected_kernels(strategy, proposed, accepted)
+    for one, other in zip(finished, expected, strict=True):
+        assert one.draft == other.draft, "the drafter proposed the same"
+        torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
+    assert accepted or strategy == "off" or sampling != GREEDY
+
+
+@on_kernels
+@pytest.mark.parametrize("strategy", ["off", "ngram-2", "eagle-2", f"eagle-{TREE}"])
+def test_captured_passes_write_the_same_tokens(device: str, strategy: str):
+    """With a recorder that runs the work again on the graphs' own buffers, which is all but CUDA's part of it. The
+    drafter is swapped in mid-answer, and the batch shrinks."""
+    model = cases.policy("qwen3")
+    swapped = [cases.drafter(model, seed=5), cases.drafter(model)]
+
+    def decode(recorder: Recorder | None) -> tuple[Engine, list[Finished]]:
+        engine, finished = engine_for(model, strategy, batch=2), []
+        engine.strategies, engine.recorder = (OFF, parse_strategy(strategy)), recorder
+        for request in requests(**GREEDY):
+            engine.submit(request)
+        while engine.running or engine.waiting:
+            finished += engine.step()
+            engine.set_drafter(swapped[0], engine.drafter_version + 1)
+            swapped.reverse()
+        return engine, sorted(finished, key=lambda done: done.request.request_id)
+
+    _, expected = decode(None)
+    with dispatch.interpreted():
+        engine, finished = decode(lambda work: work)
+    assert tokens_of(finished) == tokens_of(expected)
+    assert [done.draft for done in finished] == [done.draft for done in expected], "the drafter proposed the same"
+    assert engine.passes is not None
+    graphs = engine.passes.graphs
+    assert {key.batch for key in graphs.replayed if key.stage == "verify"} == {1, 2}
+    assert ("draft" in {key.stage for key in graphs.replayed}) == strategy.startswith("eagle")
+    if strategy.startswith("ngram"):
+        assert set(graphs.eager) <= {"not_planned"}, "shorter matches than the strategy's are of other shapes"
+    else:
+        assert not graphs.eager
