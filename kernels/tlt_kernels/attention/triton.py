@@ -31,8 +31,8 @@ def attention_kernel(
     oldest = tl.load(since + query)
     start = tl.load(rows + query).to(tl.int64) * row_stride + head.to(tl.int64) * head_stride
     maximum = tl.full((HEADS,), _LOWEST, tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
-    mixed = tl.zeros((HEADS, WIDTH), tl.float32)
+    total = tl.full((HEADS,), 0.0, tl.float32)
+    mixed = tl.full((HEADS, WIDTH), 0.0, tl.float32)
     for first in range(oldest // BLOCK * BLOCK, length, BLOCK):
         tokens = first + places
         seen = (tokens < length) & (tokens >= oldest)
@@ -44,7 +44,7 @@ def attention_kernel(
         block_keys = tl.load(keys + tile, mask=mask, other=0.0)
         block_values = tl.load(values + tile, mask=mask, other=0.0)
 
-        scores = dot(query_heads, tl.trans(block_keys), tl.zeros((HEADS, BLOCK), tl.float32)) * scale
+        scores = dot(query_heads, tl.trans(block_keys), tl.full((HEADS, BLOCK), 0.0, tl.float32)) * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         rescale = tl.exp(maximum - new_maximum)

@@ -23,7 +23,7 @@ def linear_kernel(
     inputs = tl.arange(0, INPUTS)
     x_tile = x + rows[:, None].to(tl.int64) * row_stride + inputs[None, :]
     weight_tile = weight + outputs[None, :].to(tl.int64) * C + inputs[:, None]
-    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    total = tl.full((ROWS, OUTPUTS), 0.0, tl.float32)
     for first in range(0, C, INPUTS):
         inside = first + inputs < C
         a = tl.load(x_tile + first, mask=(rows < N)[:, None] & inside[None, :], other=0.0)

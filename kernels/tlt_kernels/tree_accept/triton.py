@@ -18,7 +18,7 @@ def accept_kernel(proposals, parents, draws, path, counts, N, E, PLACES: tl.cons
     inside = columns < N
     tokens = tl.load(proposals + row * N + columns, mask=inside, other=-1)
     above = tl.load(parents + row * N + columns, mask=inside, other=-1)
-    nodes = tl.zeros((PLACES,), tl.int32)  # filled up with the root
+    nodes = tl.full((PLACES,), 0, tl.int32)  # filled up with the root
 
     count = 0
     drawn = tl.load(draws + row * (N + 1))
