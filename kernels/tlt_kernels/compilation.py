@@ -61,7 +61,7 @@ def launches() -> dict[str, Launch]:
         "sampling_draw": sampling_draw.prepare(*rows)[0],
         "draft_topk": draft_topk.prepare(*rows, 8)[0],
         "tree_accept": tree_accept.prepare(tree, ids(8, 49))[0],
-        "kv_compact": kv_compact.prepare(cache, ids(8), ints(8, 8), ints(8)),
+        "kv_compact": kv_compact.prepare(cache, ids(8), ids(8, 8), ids(8)),
         "matmul": matmul.prepare(half(8, width), half(width, width), half(width))[0],
         "matmul float32": matmul.prepare(half(8, width).float(), half(width, width).float())[0],
         "attention": attention.prepare(

@@ -1,5 +1,5 @@
-"""An engine on Triton kernels, interpreted: they are the path that is taken, the tokens are PyTorch's, and with the
-exact layout they don't depend on the batch."""
+"""An engine on Triton kernels, interpreted or on a GPU: they are the path that is taken, the tokens are PyTorch's, and
+with the exact layout they don't depend on the batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import engine_cases as cases
 import pytest
 import torch
 
-from tests.unit.kernel_cases import INTERPRETER
+from tests.unit.kernel_cases import on_every_device
 from tlt_kernels import dispatch
 from tlt_kernels.dispatch import TAKEN
 from tlt_pipeline.engine import invariance
@@ -24,8 +24,6 @@ from tlt_pipeline.models.decoder import Decoder, DecoderConfig, initialize
 TREE = "2x2x4"
 GREEDY, FILTERED = {"temperature": 0.0}, {"temperature": 0.6, "top_k": 9, "top_p": 0.9}
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-on_kernels = pytest.mark.parametrize("device", [INTERPRETER])
-"""With a GPU the rest of the GPU's tests say it."""
 
 
 def policy(dtype: torch.dtype = torch.float32) -> Decoder:
@@ -51,9 +49,13 @@ def requests(count: int = 2, **sampling: object) -> list[RolloutRequest]:
     return [cases.request(3 * number, **{"max_new_tokens": 4 + 5 * number, **sampling}) for number in range(count)]
 
 
-def engine_for(model, strategy: str, *, batch: int = 3, exact: str = "off", window: int = 1024) -> Engine:
-    engine = cases.engine(model, batch=batch, exact=exact, context_window=window, trees=(TREE,))
-    engine.set_drafter(cases.drafter(model), 1)
+def engine_for(
+    strategy: str, device: str = "cpu", dtype: torch.dtype = torch.float32, *, batch: int = 2, exact: str = "off"
+) -> Engine:
+    model = policy(dtype)
+    drafter = cases.drafter(model)  # fitted before either moves, so that it is the same everywhere
+    engine = cases.engine(model.to(device), batch=batch, exact=exact, trees=(TREE,))
+    engine.set_drafter(drafter.to(device), 1)
     engine.choice = Fixed(parse_strategy(strategy))
     return engine
 
@@ -72,7 +74,7 @@ def expected_kernels(strategy: str, proposed: int, accepted: int) -> set[str]:
     return found | ({"kv_compact"} if "x" in strategy and accepted else set())
 
 
-@on_kernels
+@on_every_device
 @pytest.mark.parametrize(
     ("strategy", "sampling"),
     [
@@ -86,11 +88,10 @@ def expected_kernels(strategy: str, proposed: int, accepted: int) -> set[str]:
     ],
 )
 def test_kernels_are_taken_and_write_the_same_tokens(device: str, strategy: str, sampling: dict[str, object]):
-    model = policy()
-    expected = decode_all(engine_for(model, strategy), requests(**sampling))
+    expected = decode_all(engine_for(strategy), requests(**sampling))
     before = TAKEN.copy()
     with dispatch.interpreted():
-        finished = decode_all(engine_for(model, strategy), requests(**sampling))
+        finished = decode_all(engine_for(strategy, device), requests(**sampling))
     taken = TAKEN - before
     assert tokens_of(finished) == tokens_of(expected)
     assert {path for _, path in taken} == {"triton"}, "nothing fell back"
@@ -102,17 +103,16 @@ def test_kernels_are_taken_and_write_the_same_tokens(device: str, strategy: str,
     assert accepted or strategy == "off" or sampling != GREEDY
 
 
-@on_kernels
+@on_every_device
 @pytest.mark.parametrize("strategy", ["off", "ngram-2", "eagle-2", f"eagle-{TREE}"])
 def test_captured_passes_write_the_same_tokens(device: str, strategy: str):
-    """With a recorder that runs the work again on the graphs' own buffers, which is all but CUDA's part of it. The
-    drafter is swapped in mid-answer, and the batch shrinks."""
-    model = policy()
-    drafters = [cases.drafter(model, seed=5), cases.drafter(model)]
+    """As CUDA graphs, or with a recorder that runs the work again on the graphs' own buffers, which is all but CUDA's
+    part of it. The drafter is swapped in mid-answer, and the batch shrinks."""
 
-    def decode(recorder: Recorder | None) -> tuple[Engine, list[Finished]]:
-        engine, finished = engine_for(model, strategy, batch=2), []
+    def decode(device: str, recorder: Recorder | None) -> tuple[Engine, list[Finished]]:
+        engine, finished = engine_for(strategy, device), []
         engine.strategies, engine.recorder = (OFF, parse_strategy(strategy)), recorder
+        drafters = [cases.drafter(policy(), seed).to(device) for seed in (5, None)]
         for request in requests(**GREEDY):
             engine.submit(request)
         while engine.running or engine.waiting:
@@ -120,9 +120,9 @@ def test_captured_passes_write_the_same_tokens(device: str, strategy: str):
             engine.set_drafter(drafters[engine.drafter_version % 2], engine.drafter_version + 1)
         return engine, sorted(finished, key=lambda done: done.request.request_id)
 
-    _, expected = decode(None)
+    _, expected = decode("cpu", None)
     with dispatch.interpreted():
-        engine, finished = decode(lambda work: work)
+        engine, finished = decode(device, (lambda work: work) if device == "cpu" else None)
     assert tokens_of(finished) == tokens_of(expected)
     assert [done.draft for done in finished] == [done.draft for done in expected], "the drafter proposed the same"
     assert engine.passes is not None
@@ -134,29 +134,28 @@ def test_captured_passes_write_the_same_tokens(device: str, strategy: str):
     assert sum(graphs.replayed.values()) > 3 * sum(graphs.eager.values())
 
 
-@on_kernels
+@on_every_device
 @both_dtypes
 def test_the_exact_layout_passes_the_start_up_check(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     for name, few in {"WORK": 0, "FEWEST_COUNTS": 3, "MOST_ROWS": 36, "MOST_READ": 3}.items():  # interpreting is slow
         monkeypatch.setattr(invariance, name, few)
-    model = policy(dtype)
+    model = policy(dtype).to(device)
     with dispatch.interpreted():
         layout = exact_layouts(model)[0]
         assert isinstance(layout.linear, TiledLinear)
         assert is_batch_invariant(Forward(model, layout), length=3)
 
 
-@on_kernels
+@on_every_device
 @both_dtypes
 def test_the_exact_layout_changes_no_bit(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """Every strategy in a batch writes what decoding one by one writes."""
     monkeypatch.setattr(invariance, "is_batch_invariant", lambda *_: True)  # as the test above found out
-    model = policy(dtype)
     with dispatch.interpreted():
-        expected = decode_all(engine_for(model, "off", batch=1, exact="on"), requests())
+        expected = decode_all(engine_for("off", device, dtype, batch=1, exact="on"), requests())
         for strategy in ("off", "eagle-2", f"eagle-{TREE}"):
             before = TAKEN.copy()
-            engine = engine_for(model, strategy, exact="on")
+            engine = engine_for(strategy, device, dtype, exact="on")
             finished = decode_all(engine, requests())
             assert engine.claim == "exact" and ("matmul", "triton") in TAKEN - before
             for one, other in zip(finished, expected, strict=True):

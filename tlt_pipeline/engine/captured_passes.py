@@ -2,7 +2,8 @@
 
 A pass can be captured because all it depends on is in tensors (`tiled_attention.Sight`): tokens, positions, and what
 each token sees. `CapturedPasses` holds what has to stay where it was at the capture, beside the caches and the policy:
-the passes' inputs and outputs, and a copy of the drafter's weights, into which each new version is written.
+the passes' inputs and outputs, and a copy of the drafter's weights, into which each new version is written. A new cache
+(each lease) or a new policy is captured anew.
 
 Buffers, padding and the choice of graphs are tested with a recorder that runs the work again. None of this has run on a
 GPU yet; `pytest -m gpu` captures and replays where there is one.
@@ -73,6 +74,10 @@ class CapturedPasses:
         """-> features [N, C] and logits [N, V], both overwritten by the next pass."""
         features_BWC, logits_BWV = self.graphs.run("verify", tokens_BW, positions_BW, *self._widened(sight))
         return features_BWC.flatten(0, 1), logits_BWV.flatten(0, 1)
+
+    def cover(self, attend: TiledAttention) -> bool:
+        """Only passes over all running rows: a graph for more rows fills the rest of them with anything."""
+        return attend.first_row == 0 and len(attend.sight.slots_BW) == len(self.batch)
 
     def draft(self, tokens_BW: Tensor, features_BWC: Tensor, positions_BW: Tensor, sight: Sight) -> Tensor:
         """-> predicted features [N, C], overwritten by the next pass."""

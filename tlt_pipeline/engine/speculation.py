@@ -50,7 +50,7 @@ class Drafting:
 
     def features(self, tokens_N: Tensor, features_NC: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Pairs (token p + 1, feature of token p) at positions p -> the predicted features of tokens p + 1 [N, C]."""
-        if self.passes is not None and isinstance(attend, TiledAttention) and not attend.first_row:
+        if self.passes is not None and isinstance(attend, TiledAttention) and self.passes.cover(attend):
             shape = attend.sight.slots_BW.shape
             inputs = tokens_N.view(shape), features_NC.view(*shape, -1), positions_N.view(shape)
             return self.passes.draft(*inputs, attend.sight)
