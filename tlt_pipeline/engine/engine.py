@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -123,6 +124,8 @@ class Engine:
     def _drop_batch(self) -> None:
         self.batch: Batch | None = None
         self.passes: CapturedPasses | None = None
+        if self.drafting is not None:
+            self.drafting = replace(self.drafting, passes=None)
 
     def submit(self, request: RolloutRequest) -> None:
         """Raises ValueError for a request that can't be served: other policy version, no token ids, or longer than the
@@ -147,8 +150,6 @@ class Engine:
         """Gives the KV cache's memory back; the next request allocates it anew."""
         assert not self.running, "the cache is in use"
         self._drop_batch()
-        if self.drafting is not None:
-            self.drafting = self._pair(self.drafting.drafter)
 
     def abandon(self) -> dict[str, list[int]]:
         """Drops every answer, running or waiting, and what n-gram proposals would remember of them: for benches, which
@@ -214,7 +215,8 @@ class Engine:
         )
         self.passes.capture(self.recorder)
         if self.drafting is not None:
-            self.drafting = self._pair(self.drafting.drafter)
+            self.passes.load_drafter(self.drafting.drafter)
+            self.drafting = replace(self.drafting, passes=self.passes)
 
     def _choose(self, batch: Batch) -> tuple[Strategy, bool]:
         """The step's strategy, and whether its time says something of it: not if the drafter has to catch up first."""

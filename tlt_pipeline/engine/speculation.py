@@ -43,9 +43,7 @@ class Drafting:
     passes: CapturedPasses | None = None
 
     @classmethod
-    def of(
-        cls, policy: Decoder, drafter: EagleDrafter, window: int, passes: CapturedPasses | None = None
-    ) -> Drafting:
+    def of(cls, policy: Decoder, drafter: EagleDrafter, window: int, passes: CapturedPasses | None = None) -> Drafting:
         return cls(policy, drafter, window, drafter.draft_head(policy.lm_head.weight), passes)
 
     def features(self, tokens_N: Tensor, features_NC: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
