@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from tlt_kernels import gateway
 from tlt_kernels.gateway import Launch
+from tlt_pipeline.engine.proposals import Proposals, Tree
 from tlt_pipeline.engine.sampling import RowSampling
 
 CAPABILITIES = (80, 90)
@@ -52,18 +54,19 @@ def launches() -> dict[str, Launch]:
     column = torch.empty(8, 1, device="meta")
     rows = (half(8, VOCABULARY), ints(8, 2), ints(VOCABULARY), RowSampling(column, column))
     width = HEADS * HEAD_SIZE
-    cache = half(28, 2, 8, 4096, KV_HEADS, HEAD_SIZE)
-    look = (half(8, HEADS, HEAD_SIZE), cache[0, 0], cache[0, 1], ints(8), ints(8))
+    cache = half(28, 2, 8, KV_HEADS, 4096, HEAD_SIZE)
+    tree = Proposals(ids(8, 48), 6, np.full(8, 48), Tree.of(np.zeros((8, 48), np.int64)))
     return {
         "noise": noise.prepare(*rows[1:3])[0],
         "sampling_draw": sampling_draw.prepare(*rows)[0],
         "draft_topk": draft_topk.prepare(*rows, 8)[0],
-        "tree_accept": tree_accept.prepare(ids(8, 48), ints(8, 48), ids(8, 49))[0],
-        "kv_compact": kv_compact.prepare(cache, ids(8), ints(8, 8), ints(8)),
+        "tree_accept": tree_accept.prepare(tree, ids(8, 49))[0],
+        "kv_compact": kv_compact.prepare(cache, ids(8), ids(8, 8), ids(8)),
         "matmul": matmul.prepare(half(8, width), half(width, width), half(width))[0],
         "matmul float32": matmul.prepare(half(8, width).float(), half(width, width).float())[0],
-        "attention": attention.prepare(*look)[0],
-        "attention, tree": attention.prepare(*look, ints(8, 64))[0],
+        "attention": attention.prepare(
+            half(8, HEADS, HEAD_SIZE), cache[0, 0], cache[0, 1], ints(8), ints(8), ints(8, 6), ints(8)
+        )[0],
     }
 
 

@@ -3,7 +3,8 @@
 What kernels rely on, said here once:
 - Outside `tl.dot`, products and sums are not fused: that rounds once where PyTorch rounds twice. (Triton would fuse.)
 - TRITON_INTERPRET=1, set before this module is first imported, runs kernels on CPU tensors, in numpy. The interpreter
-  holds bfloat16 as 16-bit integers and multiplies those in `tl.dot`; `dot` below widens them first.
+  holds bfloat16 as 16-bit integers and multiplies those in `tl.dot`; `dot` below widens them first. It takes about 1 ms
+  to call any function of Triton's own library that is written in Triton (`tl.zeros`; `tl.full` is not).
 - Without triton installed this module imports, AVAILABLE is False, and no kernel module can be imported.
 """
 
@@ -69,6 +70,12 @@ def next_power_of_2(n: int) -> int:
 def jit(function: Callable[..., Any]) -> Any:
     """A Triton kernel, or a function that kernels call."""
     return triton.jit(function)
+
+
+def jit_generic(*integers: str) -> Callable[[Callable[..., Any]], Any]:
+    """The same, and one compiled code for all values of these arguments; Triton compiles others anew for 1 and for
+    multiples of 16, which might sum in another order."""
+    return triton.jit(do_not_specialize=list(integers))
 
 
 if AVAILABLE:

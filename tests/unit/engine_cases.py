@@ -58,8 +58,9 @@ def engine(
     choice: str = "fixed",
     exact: str = "on",
     context_window: int = 1024,
+    trees: tuple[str, ...] = ("3x3x8", "5x4x16"),
 ) -> Engine:
-    speculation = SpeculationConfig(depth=depth, max_batch=speculate_up_to, choice=choice)  # type: ignore[arg-type]
+    speculation = SpeculationConfig(depth=depth, max_batch=speculate_up_to, choice=choice, trees=trees)  # type: ignore[arg-type]
     config = EngineConfig(max_batch=batch, max_context=200, exact=exact, speculation=speculation)  # type: ignore[arg-type]
     return Engine(model, 0, tokenizer(), config, feature_chunk=16, context_window=context_window)
 

@@ -73,10 +73,10 @@ def test_it_proposes_these_tokens_only_and_changes_no_answer(strategy: str, monk
     proposed: set[int] = set()
     verify = engine_module.verify
 
-    def listen(forward, batch, proposals, exact):
+    def listen(forward, batch, proposals, **options):
         if proposals is not None:
             proposed.update(proposals.tokens_BN.flatten().tolist())
-        return verify(forward, batch, proposals, exact)
+        return verify(forward, batch, proposals, **options)
 
     monkeypatch.setattr(engine_module, "verify", listen)
     engine = engine_cases.engine(policy(), batch=6)

@@ -15,6 +15,7 @@ import torch
 from tests.unit.kernel_cases import GPU, INTERPRETER, DrawCase
 from tlt_kernels import dispatch, gateway
 from tlt_kernels.dispatch import TAKEN
+from tlt_pipeline.engine.proposals import chain_proposals
 
 KERNELS = ("noise", "sampling_draw", "draft_topk", "tree_accept", "kv_compact", "matmul", "attention")
 MOST_REGISTERS, MOST_SHARED = 255, 163 * 1024
@@ -30,11 +31,13 @@ def call_all(device: str, **path: dispatch.Path) -> Counter[tuple[str, str]]:
     dispatch.gumbel_noise(case[1], case[2], **path)
     dispatch.draw(*case, **path)
     dispatch.draft_topk(*case, 2, **path)
-    dispatch.tree_accept(nodes.long(), nodes, torch.zeros(2, 2, dtype=torch.int64, device=device), **path)
-    cache = torch.zeros(1, 2, 2, 64, 1, 16, device=device)
+    proposals = chain_proposals(nodes.long())
+    dispatch.tree_accept(proposals, torch.zeros(2, 2, dtype=torch.int64, device=device), **path)
+    cache = torch.zeros(1, 2, 2, 1, 64, 16, device=device)
     dispatch.kv_compact(cache, ints[:, 0], ints, ints[:, 0], **path)
     dispatch.linear(case[0], case[0], **path)
-    dispatch.attention(torch.ones(2, 2, 16, device=device), *cache[0], nodes[:, 0], ints[:, 0], **path)
+    look = nodes[:, 0], ints[:, 0], nodes, nodes[:, 0]
+    dispatch.attention(torch.ones(2, 2, 16, device=device), *cache[0], *look, **path)
     return TAKEN - before
 
 
@@ -58,10 +61,26 @@ def test_float64_is_for_the_reference():
         dispatch.draw(logits.double(), keys, hashes, sampling, path="triton")
 
 
-@pytest.mark.parametrize("k", [0, 9, 41])
+@pytest.mark.parametrize("device", [INTERPRETER])
+def test_triton_is_taken_within_the_tests_switch(device: str):
+    with dispatch.interpreted():
+        assert call_all(device) == {(kernel, "triton"): 1 for kernel in KERNELS}
+    test_pytorch_is_taken_on_a_cpu()
+
+
+@pytest.mark.parametrize("k", [0, 41])
 def test_siblings_have_a_limit(k: int):
-    with pytest.raises(ValueError, match="draft between 1 and 8 siblings"):
+    with pytest.raises(ValueError, match="draft between 1 and 40 siblings"):
         dispatch.draft_topk(*DrawCase("", vocab=40).inputs(), k)
+
+
+@pytest.mark.parametrize("device", [INTERPRETER])
+def test_many_siblings_are_for_the_reference(device: str):
+    before = TAKEN.copy()
+    with dispatch.interpreted():
+        tokens, _ = dispatch.draft_topk(*DrawCase("", vocab=40).inputs(), dispatch.MAX_SIBLINGS + 1)
+    assert tokens.shape[1] == dispatch.MAX_SIBLINGS + 1
+    assert TAKEN - before == {("draft_topk", "reference"): 1}
 
 
 def test_everything_but_the_kernels_works_without_triton():
@@ -74,6 +93,19 @@ def test_everything_but_the_kernels_works_without_triton():
     ]
     ran = _python("-c", "\n".join(lines))
     assert "ValueError: the Triton kernel can't run: triton is not installed (pip install" in ran.stderr
+
+
+def test_an_engine_on_a_cpu_imports_no_triton():
+    lines = [
+        "import sys",
+        "import engine_cases as cases",
+        "engine = cases.engine(cases.policy())",
+        "engine.submit(cases.request(0))",
+        "engine.step()",
+        "assert not {'tlt_kernels.gateway', 'triton'} & set(sys.modules)",
+    ]
+    ran = _python("-c", "\n".join(lines), PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.slow

@@ -47,20 +47,28 @@ def test_rows_of_a_linear_layer_are_independent(device: str, dtype: torch.dtype)
     assert torch.equal(linear(spoiled, weight)[:1], whole[:1])
 
 
+def own_slots(lengths: Tensor, places: int = 1) -> Tensor:
+    """The last tokens, each at its own position."""
+    return (lengths.unsqueeze(1) - torch.arange(places, 0, -1, dtype=torch.int32, device=lengths.device)).clamp_min(0)
+
+
 class Answers:
     """Keys and values of three answers of different lengths, and a query at the end of each."""
 
     def __init__(self, dtype: torch.dtype, device: str, heads: int = 6, kv_heads: int = 2, head_size: int = 20) -> None:
-        shape = (3, 200, kv_heads, head_size)
+        shape = (3, kv_heads, 200, head_size)
         self.keys = normal(*shape, dtype=dtype, device=device, seed=1)
         self.values = normal(*shape, dtype=dtype, device=device, seed=2)
         self.queries = normal(3, heads, head_size, dtype=dtype, device=device, seed=3)
         self.rows = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
         self.lengths = torch.tensor([1, 64, 150], dtype=torch.int32, device=device)
+        self.since = torch.zeros_like(self.lengths)
 
     def attend(self, pick: Tensor | slice = slice(None), cache: slice = slice(None), path: str = "triton") -> Tensor:
-        keys, values = self.keys[:, cache], self.values[:, cache]
-        return dispatch.attention(self.queries[pick], keys, values, self.rows[pick], self.lengths[pick], path=path)
+        keys, values, lengths = self.keys[:, :, cache], self.values[:, :, cache], self.lengths[pick]
+        return dispatch.attention(
+            self.queries[pick], keys, values, self.rows[pick], lengths, own_slots(lengths), self.since[pick], path=path
+        )
 
 
 @on_every_device
@@ -85,8 +93,20 @@ def test_queries_are_independent(device: str, dtype: torch.dtype):
         assert torch.equal(answers.attend(pick), whole[pick])
     assert torch.equal(answers.attend(cache=slice(0, 150)), whole)
     for row, length in enumerate(answers.lengths.tolist()):
-        answers.keys[row, length:] = answers.values[row, length:] = float("nan")
+        answers.keys[row, :, length:] = answers.values[row, :, length:] = float("nan")
     assert torch.equal(answers.attend(), whole)
+
+
+@on_every_device
+@both_dtypes
+@pytest.mark.parametrize("since", [1, 63, 64, 100, 149])
+def test_a_query_may_look_back_a_part_of_the_way(device: str, dtype: torch.dtype, since: int):
+    answers = Answers(dtype, device)
+    answers.since[2] = since
+    seen = answers.attend(slice(2, 3))
+    torch.testing.assert_close(seen, answers.attend(slice(2, 3), path="reference"), **TOLERANCE[dtype])
+    answers.keys[2, :, :since] = answers.values[2, :, :since] = float("nan")
+    assert torch.equal(answers.attend(slice(2, 3)), seen)
 
 
 @on_every_device
@@ -97,14 +117,16 @@ def test_a_tree_node_sees_what_decoding_would_show_it(device: str, dtype: torch.
     answers = Answers(dtype, device)
     lengths = torch.full((1,), length, dtype=torch.int32, device=device)
     common = (answers.queries[:1], answers.keys, answers.values, answers.rows[:1], lengths)
-    decoded = dispatch.attention(*common, path="triton")
+    since = answers.since[:1]
+    decoded = dispatch.attention(*common, own_slots(lengths), since, path="triton")
+    assert torch.equal(dispatch.attention(*common, own_slots(lengths, 7), since, path="triton"), decoded)
     named = min(length, 4)
     slots = torch.tensor([171, 173, 180, 199][-named:], device=device)
     for cached in (answers.keys, answers.values):
-        cached[0, slots] = cached[0, length - named : length].clone()
-        cached[0, length - named : length] = 7.0
+        cached[0, :, slots] = cached[0, :, length - named : length].clone()
+        cached[0, :, length - named : length] = 7.0
     paths = torch.tensor([[171, 173, 180, 199]], dtype=torch.int32, device=device)
-    expected = dispatch.attention(*common, paths, path="reference")
-    in_tree = dispatch.attention(*common, paths, path="triton")
+    expected = dispatch.attention(*common, paths, since, path="reference")
+    in_tree = dispatch.attention(*common, paths, since, path="triton")
     assert torch.equal(in_tree, decoded)
     torch.testing.assert_close(in_tree, expected, **TOLERANCE[dtype])

@@ -8,40 +8,44 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from tests.unit.kernel_cases import on_every_device
 from tlt_kernels import dispatch
 from tlt_kernels.dispatch import Path as KernelPath
-from tlt_pipeline.engine.proposals import Proposals, Tree, accept
+from tlt_pipeline.engine.proposals import Ints, Proposals, Tree, accept, chain_proposals
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data/tree_verify_greedy.json").read_text())["cases"]
 both_paths = pytest.mark.parametrize("path", ["reference", "triton"])
 
 
-def random_trees(rows: int, nodes: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Proposals with distinct siblings, parents, and draws that often are one of the children. Some rows have fewer
-    nodes."""
+def proposed(tokens: Ints, parents: Ints, device: str = "cpu") -> Proposals:
+    tree = Tree.of(parents)
+    tokens_BN = torch.from_numpy(tokens).to(device)
+    return Proposals(tokens_BN, int(tree.depths_BW.max()), (tree.depths_BW > 0).sum(1), tree)
+
+
+def random_trees(rows: int, nodes: int, seed: int) -> tuple[Ints, Ints, Ints]:
+    """Tokens with distinct siblings, parents, and draws that often are one of the children."""
     rng = np.random.default_rng(seed)
-    proposals, parents = np.zeros((rows, nodes), np.int64), np.full((rows, nodes), -1, np.int32)
+    proposals, parents = np.zeros((rows, nodes), np.int64), np.zeros((rows, nodes), np.int64)
     draws = rng.integers(0, 50, (rows, nodes + 1))
     for row in range(rows):
-        used = nodes if row % 3 else rng.integers(0, nodes + 1)
-        parents[row, :used] = [rng.integers(max(0, i - 3), i + 1) for i in range(used)]
+        parents[row] = [rng.integers(max(0, i - 3), i + 1) for i in range(nodes)]
         for node in range(nodes + 1):
             children = np.flatnonzero(parents[row] == node)
             proposals[row, children] = rng.permutation(50)[: len(children)]
             if len(children) and rng.random() < 0.8:
                 draws[row, node] = proposals[row, rng.choice(children)]
-    return torch.from_numpy(proposals), torch.from_numpy(parents), torch.from_numpy(draws)
+    return proposals, parents, draws
 
 
-def walk(proposals: list[int], parents: list[int], draws: list[int]) -> tuple[list[int], int]:
-    path, node = [], 0
+def walk(proposals: list[int], parents: list[int], draws: list[int]) -> list[int]:
+    """The accepted nodes, the root first."""
+    path = [0]
     while True:
-        children = [i + 1 for i, parent in enumerate(parents) if parent == node and proposals[i] == draws[node]]
+        children = [i + 1 for i, parent in enumerate(parents) if parent == path[-1] and proposals[i] == draws[path[-1]]]
         if not children:
-            return path, draws[node]
+            return path
         (node,) = children
         path.append(node)
 
@@ -51,38 +55,39 @@ def walk(proposals: list[int], parents: list[int], draws: list[int]) -> tuple[li
 @pytest.mark.parametrize("case", VECTORS, ids=["deep", "forked"])
 def test_published_cases(device: str, path: KernelPath, case: dict[str, list[int]]):
     # there a parent of -1 is the root's, and node 0 the root
-    proposals, parents, draws = case["tokens"][1:], case["parent"][1:], case["target_argmax"]
+    tokens, parents, draws = (np.array([case[name]]) for name in ("tokens", "parent", "target_argmax"))
     accepted = dispatch.tree_accept(
-        *(torch.tensor([part], device=device) for part in (proposals, parents, draws)), path
+        proposed(tokens[:, 1:], parents[:, 1:], device), torch.from_numpy(draws).to(device), path
     )
-    count = int(accepted.counts_B)
-    nodes = accepted.nodes_BN[0].tolist()
-    assert nodes == case["accepted"] + [-1] * (len(nodes) - count)
-    assert [proposals[node - 1] for node in nodes[:count]] + accepted.bonus_B.tolist() == case["committed"]
+    nodes = accepted.path_BD[0, : int(accepted.counts_B[0]) + 1].tolist()
+    assert nodes == [0, *case["accepted"]]
+    assert draws[0, nodes].tolist() == case["committed"]
 
 
 @on_every_device
 @both_paths
 @pytest.mark.parametrize("nodes", [1, 2, 7, 16, 48])
 def test_random_trees(device: str, path: KernelPath, nodes: int):
-    trees = random_trees(24, nodes, seed=nodes)
-    accepted = dispatch.tree_accept(*(part.to(device) for part in trees), path)
-    for row, (proposals, parents, draws) in enumerate(zip(*(part.tolist() for part in trees), strict=True)):
-        expected, bonus = walk(proposals, parents, draws)
-        assert accepted.nodes_BN[row].tolist() == expected + [-1] * (nodes - len(expected))
-        assert (int(accepted.counts_B[row]), int(accepted.bonus_B[row])) == (len(expected), bonus)
+    tokens, parents, draws = random_trees(24, nodes, seed=nodes)
+    proposals = proposed(tokens, parents, device)
+    accepted = dispatch.tree_accept(proposals, torch.from_numpy(draws).to(device), path)
+    assert accepted.path_BD.shape == (24, proposals.depth + 1)
+    assert ((accepted.path_BD >= 0) & (accepted.path_BD <= nodes)).all(), "filling is of nodes too"
+    for row, parts in enumerate(zip(tokens.tolist(), parents.tolist(), draws.tolist(), strict=True)):
+        assert accepted.path_BD[row, : accepted.counts_B[row] + 1].tolist() == walk(*parts)
 
 
 @on_every_device
-def test_the_engine_accepts_the_same(device: str):
-    proposals, parents, draws = (part[1::3] for part in random_trees(24, 16, seed=1))  # rows with all their nodes
-    tree = Tree.of(parents.numpy().astype(np.int64))
-    expected = accept(Proposals(proposals, int(tree.depths_BW.max()), np.full(8, 16), tree), draws.numpy())
-    assert expected.counts_B.max() >= 3
-    accepted = dispatch.tree_accept(proposals.to(device), parents.to(device), draws.to(device), path="triton")
+def test_chains(device: str):
+    rng = np.random.default_rng(0)
+    proposals, draws = chain_proposals(torch.from_numpy(rng.integers(0, 2, (32, 4)))), rng.integers(0, 2, (32, 5))
+    expected = accept(proposals, draws)
+    on_device = chain_proposals(proposals.tokens_BN.to(device))
+    accepted = dispatch.tree_accept(on_device, torch.from_numpy(draws).to(device), "triton")
+    assert len(set(expected.counts_B.tolist())) > 3
     assert accepted.counts_B.tolist() == expected.counts_B.tolist()
-    for row, count in enumerate(expected.counts_B):
-        assert accepted.nodes_BN[row, :count].tolist() == expected.path_BD[row, 1 : count + 1].tolist()
+    for row, count in enumerate(accepted.counts_B):
+        assert accepted.path_BD[row, : count + 1].tolist() == list(range(count + 1))
 
 
 @on_every_device
@@ -91,16 +96,16 @@ def test_the_engine_accepts_the_same(device: str):
     ("heads", "head_size", "dtype"), [(2, 5, torch.float32), (3, 64, torch.bfloat16), (9, 128, torch.bfloat16)]
 )
 def test_compaction(device: str, path: KernelPath, heads: int, head_size: int, dtype: torch.dtype):
-    rows, nodes = 6, 10
-    accepted = dispatch.tree_accept(*random_trees(rows, nodes, seed=5), path="reference")
-    lengths = torch.tensor([1, 3, 7, 20, 11, 30])
-    cache = torch.randn(2, 2, rows + 1, 40, heads, head_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    tokens, parents, draws = random_trees(6, 10, seed=5)
+    accepted = accept(proposed(tokens, parents), draws)
+    lengths = torch.tensor([1, 3, 7, 20, 11, 29])
+    cache = torch.randn(2, 2, 6 + 1, heads, 40, head_size, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = cache.clone()
-    for row, (length, count) in enumerate(zip(lengths.tolist(), accepted.counts_B.tolist(), strict=True)):
-        for rank, node in enumerate(accepted.nodes_BN[row, :count].tolist()):
-            expected[:, :, row, length + rank] = cache[:, :, row, length + node - 1]
+    for row, (length, count) in enumerate(zip(lengths.tolist(), accepted.counts_B, strict=True)):
+        for rank, node in enumerate(accepted.path_BD[row, 1 : count + 1].tolist(), start=1):
+            expected[:, :, row, :, length + rank] = cache[:, :, row, :, length + node]
     moved = cache.to(device)
-    arguments = (part.to(device) for part in (lengths, accepted.nodes_BN, accepted.counts_B))
-    dispatch.kv_compact(moved, *arguments, path)
+    arguments = lengths, torch.from_numpy(accepted.path_BD[:, 1:]), torch.from_numpy(accepted.counts_B)
+    dispatch.kv_compact(moved, *(part.to(device) for part in arguments), path)
     assert accepted.counts_B.max() >= 3
     assert torch.equal(moved.cpu(), expected)

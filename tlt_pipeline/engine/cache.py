@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt_kernels import dispatch
 from tlt_pipeline.engine.layout import PLAIN, Layout, round_up
+from tlt_pipeline.engine.tiled_attention import TiledAttention, see_everything_before
 from tlt_pipeline.models.decoder import DecoderConfig
 
 ALIGNMENT = 64
@@ -41,6 +43,8 @@ class KVCache:
         # a head's keys lie together: attention reads them from memory up to 1.5 times as fast (measured, bfloat16)
         shape = (config.num_layers, 2, rows, config.num_kv_heads, self.length, config.head_dim)
         self.data = lazy_zeros(shape, dtype, device)
+        self.tiled = dispatch.takes_triton(self.data)
+        """Attention is the kernel's, on the whole cache; otherwise PyTorch's, on a window of it."""
         self.slots = [(layer[0], layer[1]) for layer in self.data.transpose(3, 4)]
         """Keys and values of each layer as [rows, L, K, D], to write into."""
         self._window: tuple[tuple[int, int, int], list[tuple[Tensor, Tensor]]] | None = None
@@ -137,9 +141,11 @@ def attend_to(
     layout: Layout = PLAIN,
     first_row: int = 0,
     since_BW: Tensor | None = None,
-) -> CachedAttention:
+) -> CachedAttention | TiledAttention:
     """One pass of W tokens a row. positions_BW int64: where each token stands; `longest`: at least the largest
     position + 1; `since_BW`: the first position that each may look at, None: the first of all."""
+    if cache.tiled:
+        return TiledAttention(cache, see_everything_before(positions_BW, since_BW), first_row)
     B, W = positions_BW.shape
     slots = cache_slots(positions_BW, first_row)
     if B == W == 1 and not layout.queries and since_BW is None:
@@ -166,9 +172,13 @@ def attend_masked(
 
 def attend_in_steps(
     cache: KVCache, positions_BS: Tensor, longest: int, since_BS: Tensor | None = None
-) -> list[CachedAttention]:
+) -> list[CachedAttention] | list[TiledAttention]:
     """S passes of one token a row each, prepared together: a drafter's."""
     B, S = positions_BS.shape
+    if cache.tiled:
+        sinces = [None] * S if since_BS is None else list(since_BS.split(1, 1))
+        parts = zip(positions_BS.split(1, 1), sinces, strict=True)
+        return [TiledAttention(cache, see_everything_before(*part)) for part in parts]
     rows_B = torch.arange(B, device=positions_BS.device)
     positions_SB = positions_BS.t().contiguous()
     window = cache.window(0, B, min(round_up(longest), cache.length))

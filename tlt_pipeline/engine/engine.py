@@ -10,27 +10,31 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from tlt_kernels import dispatch
 from tlt_pipeline.config import EngineConfig
 from tlt_pipeline.engine.accounts import Reason, StrategyAccount
 from tlt_pipeline.engine.admission import Admission
 from tlt_pipeline.engine.batch import Batch
+from tlt_pipeline.engine.captured_passes import CapturedPasses
 from tlt_pipeline.engine.choice import make_policy
 from tlt_pipeline.engine.committing import store
 from tlt_pipeline.engine.forward import Forward
+from tlt_pipeline.engine.graphs import Recorder
 from tlt_pipeline.engine.invariance import decide_exactness
 from tlt_pipeline.engine.layout import Layout
 from tlt_pipeline.engine.ngram import NgramIndex
-from tlt_pipeline.engine.noise import gumbel_noise, noise_keys, token_hashes
+from tlt_pipeline.engine.noise import noise_keys, token_hashes
 from tlt_pipeline.engine.proposals import Accepted, Proposals, accept, pad_chains
 from tlt_pipeline.engine.results import FeaturePiece, Finished
 from tlt_pipeline.engine.running import Running
-from tlt_pipeline.engine.sampling import Draw, draw
+from tlt_pipeline.engine.sampling import Draw
 from tlt_pipeline.engine.speculation import Drafting, propose_chain
+from tlt_pipeline.engine.step_noise import StepNoise, draw
 from tlt_pipeline.engine.strategies import BatchState, StepFacts, Strategy, strategies_of
 from tlt_pipeline.engine.streaming import FeatureStream
 from tlt_pipeline.engine.tree_drafting import propose_tree
@@ -71,6 +75,8 @@ class Engine:
         self.tokens_committed = 0
         self.choice = make_policy(config.speculation, seed)
         self.account = StrategyAccount()
+        self.recorder: Recorder | None = None
+        """What captures passes instead of CUDA graphs: tests have one that needs no GPU."""
         self.set_policy(policy, version)
 
     def _decide_exactness(self, policy: Decoder) -> tuple[Layout, Claim]:
@@ -95,18 +101,31 @@ class Engine:
         self.forward = Forward(policy, self.layout)
         self.admission = Admission(self.forward, self.ngrams, self.stream)
         self.hashes = token_hashes(policy.config.vocab_size, policy.embed.weight.device)
-        self.batch: Batch | None = None
+        self.kernels = dispatch.takes_triton(policy.embed.weight)
+        self._drop_batch()
         if self.drafting is not None:
-            self.drafting = Drafting.of(policy, self.drafting.drafter, self.context_window)
+            self.drafting = self._pair(self.drafting.drafter)
 
     def set_drafter(self, drafter: EagleDrafter | None, version: int) -> None:
         """Between any two steps, in mid-answer too: it can't change the tokens."""
         self.drafting = None
         if drafter is not None:
             self.layout.prepare(drafter.requires_grad_(False))
-            self.drafting = Drafting.of(self.policy, drafter, self.context_window)
+            self.drafting = self._pair(drafter)
         self.drafter_version = version
         self.choice.new_drafter()
+
+    def _pair(self, drafter: EagleDrafter) -> Drafting:
+        """The drafter beside the policy, its weights also where captured passes read them."""
+        if self.passes is not None:
+            self.passes.load_drafter(drafter)
+        return Drafting.of(self.policy, drafter, self.context_window, self.passes)
+
+    def _drop_batch(self) -> None:
+        self.batch: Batch | None = None
+        self.passes: CapturedPasses | None = None
+        if self.drafting is not None:
+            self.drafting = replace(self.drafting, passes=None)
 
     def submit(self, request: RolloutRequest) -> None:
         """Raises ValueError for a request that can't be served: other policy version, no token ids, or longer than the
@@ -130,7 +149,7 @@ class Engine:
     def free(self) -> None:
         """Gives the KV cache's memory back; the next request allocates it anew."""
         assert not self.running, "the cache is in use"
-        self.batch = None
+        self._drop_batch()
 
     def abandon(self) -> dict[str, list[int]]:
         """Drops every answer, running or waiting, and what n-gram proposals would remember of them: for benches, which
@@ -160,9 +179,10 @@ class Engine:
         began, before = time.perf_counter(), self.tokens_committed
         strategy, counts = self._choose(batch)
         B, context = len(batch), int(batch.lengths[: len(batch)].max())
-        noise_BEV, proposals = self._draft(batch, strategy)
-        verified, drawn = self._verify(batch, proposals, noise_BEV)
-        accepted = accept(proposals, drawn.tokens_N.view(B, -1).cpu().numpy())
+        noise, proposals = self._draft(batch, strategy)
+        verified, drawn = self._verify(batch, proposals, noise)
+        draws_BW = drawn.tokens_N.view(B, -1)
+        accepted = accept(None, draws_BW) if proposals is None else dispatch.tree_accept(proposals, draws_BW)
         if proposals is not None:
             self._count_drafts(batch, strategy, proposals, accepted)
         finished = self._commit(batch, verified, drawn, accepted)
@@ -184,8 +204,19 @@ class Engine:
             self.batch = Batch(
                 self.policy.config, self.config.max_batch, length, features, weight.dtype, weight.device
             )  # fmt: skip
+            if self.batch.cache.tiled and (weight.is_cuda or self.recorder is not None):
+                self._capture_passes(self.batch)
         self.admission.fill(self.batch, self.waiting, self.config.max_batch - len(self.batch))
         return self.batch
+
+    def _capture_passes(self, batch: Batch) -> None:
+        self.passes = CapturedPasses(
+            self.forward, batch, self.strategies, self.config.speculation.max_batch, self.context_window
+        )
+        self.passes.capture(self.recorder)
+        if self.drafting is not None:
+            self.passes.load_drafter(self.drafting.drafter)
+            self.drafting = replace(self.drafting, passes=self.passes)
 
     def _choose(self, batch: Batch) -> tuple[Strategy, bool]:
         """The step's strategy, and whether its time says something of it: not if the drafter has to catch up first."""
@@ -214,36 +245,33 @@ class Engine:
             return "no_match"
         return "above_max_batch" if facts.batch > speculation.max_batch else "not_chosen"
 
-    def _noise(self, batch: Batch, width: int) -> Tensor:
-        """[B, width, V]: the noise at the positions after each row's last committed token."""
+    def _noise(self, batch: Batch, width: int) -> StepNoise:
+        """At the positions after each row's last committed token."""
         B = len(batch)
         positions = (batch.lengths[:B, None] + 1 + np.arange(width)).reshape(-1)
-        keys = noise_keys(np.repeat(batch.seeds[:B], width), positions).to(batch.device)
-        return gumbel_noise(keys, self.hashes).view(B, width, -1)
+        keys_N2 = noise_keys(np.repeat(batch.seeds[:B], width), positions).to(batch.device)
+        return StepNoise(keys_N2.view(B, width, 2), self.hashes, kernels=self.kernels)
 
-    def _draft(self, batch: Batch, strategy: Strategy) -> tuple[Tensor, Proposals | None]:
-        """-> (noise of all positions that may be drawn [B, E, V], proposals if there are any)."""
+    def _draft(self, batch: Batch, strategy: Strategy) -> tuple[StepNoise, Proposals | None]:
+        """-> (noise of all positions that may be drawn, proposals if there are any)."""
         if strategy.drafter == "ngram":
             proposals = pad_chains([_continue(running, strategy.depth) for running in batch.running], batch.device)
             return self._noise(batch, 1 if proposals is None else proposals.nodes), proposals
-        noise_BEV = self._noise(batch, strategy.depth + 1)
+        noise = self._noise(batch, strategy.depth + 1)
         if strategy.drafter == "off":
-            return noise_BEV, None
+            return noise, None
         assert self.drafting is not None
         if strategy.is_tree:
-            return noise_BEV, propose_tree(self.drafting, batch, noise_BEV, strategy)
-        return noise_BEV, propose_chain(self.drafting, batch, noise_BEV, strategy.depth)
+            return noise, propose_tree(self.drafting, batch, noise, strategy)
+        return noise, propose_chain(self.drafting, batch, noise, strategy.depth)
 
-    def _verify(self, batch: Batch, proposals: Proposals | None, noise_BEV: Tensor) -> tuple[Verified, Draw]:
+    def _verify(self, batch: Batch, proposals: Proposals | None, noise: StepNoise) -> tuple[Verified, Draw]:
         """One pass -> the policy's draw after each node."""
-        verified = verify(self.forward, batch, proposals, exact=self.claim == "exact")
-        noise_NV = noise_BEV.flatten(0, 1)
-        if proposals is not None and proposals.tree is not None:
-            B, E = noise_BEV.shape[:2]
-            places_BW = proposals.tree.depths_BW + np.arange(B)[:, None] * E
-            noise_NV = noise_NV.index_select(0, torch.from_numpy(places_BW.reshape(-1)).to(batch.device))
+        verified = verify(self.forward, batch, proposals, exact=self.claim == "exact", passes=self.passes)
+        tree = None if proposals is None else proposals.tree
+        at_nodes = noise.everywhere() if tree is None else noise.nodes(tree.depths_BW)
         W = 1 if proposals is None else proposals.nodes
-        return verified, draw(verified.logits_NV, noise_NV, batch.sampling(W))
+        return verified, draw(verified.logits_NV, at_nodes, batch.sampling(W))
 
     def _count_drafts(self, batch: Batch, strategy: Strategy, proposals: Proposals, accepted: Accepted) -> None:
         version = self.drafter_version if strategy.drafter == "eagle" else None

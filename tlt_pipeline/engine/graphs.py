@@ -164,8 +164,8 @@ class CapturedGraphs:
 
     @torch.no_grad()
     def capture(self, record: Recorder | None = None) -> None:
-        """Captures what was planned, as CUDA graphs, or with another recorder; nothing without a GPU or a recorder. To
-        be called while no answer runs: the examples are read into the caches."""
+        """Captures what was planned, as CUDA graphs, or with another recorder; nothing without a GPU or a recorder. The
+        examples are read into the caches."""
         record = record or (_cuda_recorder() if torch.cuda.is_available() else None)
         if record is None:
             return
@@ -188,6 +188,11 @@ class CapturedGraphs:
             target[B:].copy_(value[:1].expand_as(target[B:]))  # rows that nobody asks for: what a real one does
         graph.replay()
         return tuple(output[:B] for output in graph.outputs)
+
+    def wider(self, stage: Stage, B: int, W: int) -> int:
+        """The smallest width, W or more, for which there is a graph with room for B rows; W if there is none."""
+        widths = (key.width for key in self._graphs if key.stage == stage and key.batch >= B and key.width >= W)
+        return min(widths, default=W)
 
     def _prepare(self, key: GraphKey, record: Recorder) -> _Graph:
         run, example = self._passes[key.stage].run, self._passes[key.stage].example(key.batch, key.width)

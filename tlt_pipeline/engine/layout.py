@@ -7,7 +7,8 @@ A CPU's matrix kernels round differently for different row counts. What helps de
   are filled up; that is all.
 - Elsewhere only a fixed row count does: products in blocks of as many rows, the last one filled up, and attention with
   one query a call.
-Which of them holds on the machine at hand is tried at start-up, the cheapest first (invariance.py).
+Which of them holds on the machine at hand is tried at start-up, the cheapest first (invariance.py). On a GPU with
+Triton, products are the fixed-tile kernel's; attention is the cache's matter there (tiled_attention.py).
 Shapes: N = rows, W = queries of a row.
 """
 
@@ -21,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tlt_kernels import dispatch
 from tlt_pipeline.engine.packing import PackedLinear, gains_by_packing, packed_linear
 from tlt_pipeline.models.decoder import Decoder, Linear
 
@@ -94,6 +96,17 @@ class BlockLinear:
 
 
 @dataclass(frozen=True)
+class TiledLinear:
+    """The kernel of fixed tiles, which sums every row alike."""
+
+    def padded(self, rows: int) -> int:
+        return rows
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return dispatch.linear(x, weight, bias)
+
+
+@dataclass(frozen=True)
 class Layout:
     """`queries`: 0: attention takes a row's queries as they come; 1: one query a call; n: at least n.
     `lengths`: KV lengths that attention may see, ascending; none: every multiple of LENGTH_BLOCK."""
@@ -134,4 +147,5 @@ def exact_layouts(policy: Decoder) -> tuple[Layout, ...]:
         # with several threads the batched call splits its work by the number of blocks, and bits follow
         blocks = BlockLinear(rows=8, batched=torch.get_num_threads() == 1)
     packed = (Layout(RangeLinear(product=packed_linear), queries=4),) if gains_by_packing(policy) else ()
-    return (*packed, Layout(RangeLinear(), queries=4), Layout(blocks, queries=4), Layout(blocks, queries=1))
+    tiled = (Layout(TiledLinear()),) if dispatch.takes_triton(policy.embed.weight) else ()
+    return (*tiled, *packed, Layout(RangeLinear(), queries=4), Layout(blocks, queries=4), Layout(blocks, queries=1))

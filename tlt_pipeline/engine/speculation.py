@@ -9,47 +9,83 @@ v = draft vocabulary, L = cache length.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tlt_kernels import dispatch
 from tlt_pipeline.engine.batch import Batch
 from tlt_pipeline.engine.cache import KVCache, attend_in_steps, attend_to
 from tlt_pipeline.engine.forward import PREFILL_WIDTH
 from tlt_pipeline.engine.packing import packed_linear
 from tlt_pipeline.engine.proposals import Ints, Proposals, chain_proposals
-from tlt_pipeline.engine.sampling import first_argmax, perturbed
+from tlt_pipeline.engine.sampling import RowSampling, first_argmax, perturbed
+from tlt_pipeline.engine.step_noise import Noise, StepNoise
+from tlt_pipeline.engine.tiled_attention import TiledAttention
 from tlt_pipeline.models.decoder import Attend, Decoder, Ops
 from tlt_pipeline.models.drafter import EagleDrafter
+
+if TYPE_CHECKING:
+    from tlt_pipeline.engine.captured_passes import CapturedPasses
 
 
 @dataclass(frozen=True)
 class Drafting:
     """A drafter beside its policy. `window`: positions that it looks back at. `head_vC`: the policy's LM head for the
-    tokens that may be proposed."""
+    tokens that may be proposed. `passes`: CUDA graphs of the drafter's passes."""
 
     policy: Decoder
     drafter: EagleDrafter
     window: int
     head_vC: Tensor
+    passes: CapturedPasses | None = None
 
     @classmethod
-    def of(cls, policy: Decoder, drafter: EagleDrafter, window: int) -> Drafting:
-        return cls(policy, drafter, window, drafter.draft_head(policy.lm_head.weight))
+    def of(cls, policy: Decoder, drafter: EagleDrafter, window: int, passes: CapturedPasses | None = None) -> Drafting:
+        return cls(policy, drafter, window, drafter.draft_head(policy.lm_head.weight), passes)
 
     def features(self, tokens_N: Tensor, features_NC: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Pairs (token p + 1, feature of token p) at positions p -> the predicted features of tokens p + 1 [N, C]."""
+        if self.passes is not None and isinstance(attend, TiledAttention) and self.passes.cover(attend):
+            shape = attend.sight.slots_BW.shape
+            inputs = tokens_N.view(shape), features_NC.view(*shape, -1), positions_N.view(shape)
+            return self.passes.draft(*inputs, attend.sight)
         return self.drafter(self.policy.embed(tokens_N), features_NC, positions_N, Ops(attend, packed_linear))
 
-    def scores(self, feature_NC: Tensor, noise_NV: Tensor, inverse_temperature_N1: Tensor, scale_N1: Tensor) -> Tensor:
+    def best(self, feature_NC: Tensor, noise: Noise, sampling: RowSampling) -> Tensor:
+        """The likeliest token after each feature, of those that may be proposed [N]."""
+        if noise.values_NV is None:
+            return self._topk(feature_NC, noise, sampling, 1)[0].squeeze(1)
+        return self._tokens(first_argmax(self._scores(feature_NC, noise.values_NV, sampling)))
+
+    def children(self, feature_NC: Tensor, noise: Noise, sampling: RowSampling, k: int) -> tuple[Tensor, Tensor]:
+        """The k likeliest, all different, and the log-softmax of their scores [N, k]."""
+        if noise.values_NV is None:
+            return self._topk(feature_NC, noise, sampling, k)
+        scores_Nv = self._scores(feature_NC, noise.values_NV, sampling)
+        best = scores_Nv.topk(k, -1)
+        return self._tokens(best.indices), best.values - scores_Nv.logsumexp(-1, keepdim=True)
+
+    def _topk(self, feature_NC: Tensor, noise: Noise, sampling: RowSampling, k: int) -> tuple[Tensor, Tensor]:
+        """Scores, the best of them and their normaliser in one kernel."""
+        ids_v = self.drafter.draft_ids
+        hashes_v = noise.hashes_V if ids_v is None else noise.hashes_V.index_select(0, ids_v)
+        index_Nk, scores_Nk = dispatch.draft_topk(self._logits(feature_NC), noise.keys_N2, hashes_v, sampling, k)
+        return self._tokens(index_Nk), scores_Nk
+
+    def _scores(self, feature_NC: Tensor, noise_NV: Tensor, sampling: RowSampling) -> Tensor:
         """logits / T + noise of the token that each feature predicts, of those that may be proposed [N, v]."""
-        logits_Nv = packed_linear(self.policy.norm(feature_NC), self.head_vC, None)
         ids_v = self.drafter.draft_ids
         noise_Nv = noise_NV if ids_v is None else noise_NV.index_select(1, ids_v)
-        return perturbed(logits_Nv.to(noise_Nv.dtype) * inverse_temperature_N1, noise_Nv, scale_N1)
+        scaled_Nv = self._logits(feature_NC).to(noise_Nv.dtype) * sampling.inverse_temperature_N1
+        return perturbed(scaled_Nv, noise_Nv, sampling.noise_scale_N1)
 
-    def tokens(self, index: Tensor) -> Tensor:
+    def _logits(self, feature_NC: Tensor) -> Tensor:
+        return packed_linear(self.policy.norm(feature_NC), self.head_vC, None)
+
+    def _tokens(self, index: Tensor) -> Tensor:
         """Places in the draft vocabulary -> token ids."""
         ids_v = self.drafter.draft_ids
         return index if ids_v is None else ids_v[index]
@@ -68,9 +104,8 @@ class Drafting:
         return torch.from_numpy(since_BS).to(batch.device) if (since_BS > 0).any() else None
 
 
-def propose_chain(drafting: Drafting, batch: Batch, noise_BWV: Tensor, depth: int) -> Proposals:
-    """Proposes `depth` tokens a row after its last committed one. noise_BWV: the policy's noise at the positions to
-    draw."""
+def propose_chain(drafting: Drafting, batch: Batch, noise: StepNoise, depth: int) -> Proposals:
+    """Proposes `depth` tokens a row after its last committed one. noise: the policy's, at the positions to draw."""
     feature_BC, cache, sampling = catch_up(drafting, batch), drafting.cache(batch), batch.sampling(1)
     B = len(batch)
     # the last proposal is not read any more
@@ -83,9 +118,7 @@ def propose_chain(drafting: Drafting, batch: Batch, noise_BWV: Tensor, depth: in
     for step in range(depth):
         if step:
             feature_BC = drafting.features(proposals[-1], feature_BC, on_device_BS[:, step - 1], attends[step - 1])
-        columns = sampling.inverse_temperature_N1, sampling.noise_scale_N1
-        scores_Bv = drafting.scores(feature_BC, noise_BWV[:, step], *columns)
-        proposals.append(drafting.tokens(first_argmax(scores_Bv)))
+        proposals.append(drafting.best(feature_BC, noise.at(step), sampling))
     return chain_proposals(torch.stack(proposals, 1))
 
 
@@ -120,7 +153,10 @@ def _read(drafting: Drafting, batch: Batch, first: int, count: int, ends_B: Ints
 def _read_pass(drafting: Drafting, batch: Batch, first: int, start_B: Ints, end_B: Ints) -> Tensor:
     """Shorter rows repeat their last pair, which rewrites the same values at the same place."""
     counts_B, rows = end_B - start_B, slice(first, first + len(start_B))
-    offsets_BS = np.minimum(np.arange(counts_B.max())[None, :], counts_B[:, None] - 1)
+    width = int(counts_B.max())
+    if drafting.passes is not None:
+        width = drafting.passes.draft_width(len(counts_B), width)
+    offsets_BS = np.minimum(np.arange(width)[None, :], counts_B[:, None] - 1)
     places_BS = start_B[:, None] + offsets_BS
     positions_BS = torch.from_numpy(places_BS).to(batch.device)
     tokens_BS = batch.tokens_RL[rows].gather(1, positions_BS + 1)

@@ -15,20 +15,23 @@ import torch
 from torch import Tensor
 
 from tlt_pipeline.engine.batch import Batch
-from tlt_pipeline.engine.cache import CachedAttention, attend_masked, causal_mask
+from tlt_pipeline.engine.cache import attend_masked, causal_mask
 from tlt_pipeline.engine.layout import round_up
 from tlt_pipeline.engine.proposals import Proposals, Tree
 from tlt_pipeline.engine.speculation import Drafting, catch_up
+from tlt_pipeline.engine.step_noise import StepNoise
 from tlt_pipeline.engine.strategies import Strategy
+from tlt_pipeline.engine.tiled_attention import TiledAttention, see_path
+from tlt_pipeline.models.decoder import Attend
 
 LEVEL_COST = 1e-4
 """Taken off a score a level: a child never ranks before its parent, also where it is certain."""
 
 
-def propose_tree(drafting: Drafting, batch: Batch, noise_BWV: Tensor, strategy: Strategy) -> Proposals:
-    """noise_BWV: the policy's noise at the `depth` positions to draw (all nodes of a level share one)."""
+def propose_tree(drafting: Drafting, batch: Batch, noise: StepNoise, strategy: Strategy) -> Proposals:
+    """noise: the policy's, at the `depth` positions to draw (all nodes of a level share one)."""
     feature_BC = catch_up(drafting, batch)
-    growth = _Growth(drafting, batch, noise_BWV, strategy.top_k)
+    growth = _Growth(drafting, batch, noise, strategy.top_k)
     frontier = growth.first(feature_BC)
     for level in range(1, strategy.depth):
         frontier = growth.expand(frontier, level, strategy.depth - 1)
@@ -48,8 +51,8 @@ class _Frontier:
 
 
 class _Growth:
-    def __init__(self, drafting: Drafting, batch: Batch, noise_BWV: Tensor, top_k: int) -> None:
-        self.drafting, self.batch, self.noise_BWV, self.top_k = drafting, batch, noise_BWV, top_k
+    def __init__(self, drafting: Drafting, batch: Batch, noise: StepNoise, top_k: int) -> None:
+        self.drafting, self.batch, self.noise, self.top_k = drafting, batch, noise, top_k
         self.B = len(batch)
         self.lengths_B = torch.from_numpy(batch.lengths[: self.B]).to(batch.device)
         self.tokens: list[Tensor] = []
@@ -119,21 +122,19 @@ class _Growth:
     def _children(self, features_BFC: Tensor, level: int) -> tuple[Tensor, Tensor]:
         """The K most likely next tokens of each node and their log-softmax scores, [B, F, K] each; siblings differ."""
         B, F = features_BFC.shape[:2]
-        sampling = self.batch.sampling(F)
-        noise_NV = self.noise_BWV[:, level].repeat_interleave(F, 0) if F > 1 else self.noise_BWV[:, level]
-        columns = sampling.inverse_temperature_N1, sampling.noise_scale_N1
-        scores_Nv = self.drafting.scores(features_BFC.flatten(0, 1), noise_NV, *columns)
-        best = scores_Nv.topk(self.top_k, -1)
-        normalized_NK = best.values - scores_Nv.logsumexp(-1, keepdim=True)
-        return self.drafting.tokens(best.indices).view(B, F, -1), normalized_NK.view(B, F, -1)
+        noise, sampling = self.noise.at(level, F), self.batch.sampling(F)
+        tokens_NK, scores_NK = self.drafting.children(features_BFC.flatten(0, 1), noise, sampling, self.top_k)
+        return tokens_NK.view(B, F, -1), scores_NK.view(B, F, -1)
 
-    def _attention(self, slots_BF: Tensor, above_BFA: Tensor, deepest: int) -> CachedAttention:
+    def _attention(self, slots_BF: Tensor, above_BFA: Tensor, deepest: int) -> Attend:
         """Every node looks at what is committed, at its drafted ancestors and at itself."""
         cache, (B, F) = self.drafting.cache(self.batch), slots_BF.shape
-        longest = int(self.batch.lengths[:B].max()) + deepest * self.top_k
-        window = cache.window(0, B, min(round_up(longest), cache.length))
         committed_B1 = self.batch.lengths[:B, None] - 1
         since_B1 = self.drafting.since(self.batch, slice(B), committed_B1)
+        if cache.tiled:
+            return TiledAttention(cache, see_path(slots_BF, self.lengths_B, above_BFA, since_B1))
+        longest = int(self.batch.lengths[:B].max()) + deepest * self.top_k
+        window = cache.window(0, B, min(round_up(longest), cache.length))
         mask_B1L = causal_mask((self.lengths_B - 1).unsqueeze(1), window[0][0], since_B1)
         mask_BFL = mask_B1L.expand(B, F, -1).scatter(2, above_BFA, 0.0)
         return attend_masked(cache, slots_BF, mask_BFL, window)

@@ -1,6 +1,8 @@
 """One verify pass for everything: off (no proposals), chains, trees.
 
-A tree's nodes share all matrix products. Their attention differs by what bits are worth:
+A tree's nodes share all matrix products. With the attention kernel (`KVCache.tiled`) every node gets a slot of its own
+and names the slots of its path, which are read in the order of decoding. PyTorch's attention differs by what bits are
+worth:
 - where a row's bits must not depend on the batch (`exact`), each root-to-leaf path is laid out in the cache as decoding
   would lay it out, one after the other within a layer: a node's keys are reduced in the order in which decoding reduces
   them. Gaps between keys, masked, change the last bits (measured: in float32 nearly always);
@@ -11,16 +13,22 @@ Shapes: B = rows, W = nodes a row, E = depth + 1, P = paths of a row, N = B * W,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tlt_kernels import dispatch
 from tlt_pipeline.engine.batch import Batch
-from tlt_pipeline.engine.cache import attend_masked, attend_to, cache_slots, causal_mask
+from tlt_pipeline.engine.cache import CachedAttention, attend_masked, attend_to, cache_slots, causal_mask
 from tlt_pipeline.engine.forward import Forward
 from tlt_pipeline.engine.proposals import Accepted, Proposals, Tree
+from tlt_pipeline.engine.tiled_attention import TiledAttention, see_tree
 from tlt_pipeline.models.decoder import Attend
+
+if TYPE_CHECKING:
+    from tlt_pipeline.engine.captured_passes import CapturedPasses
 
 
 @dataclass(frozen=True)
@@ -32,8 +40,10 @@ class Verified:
     attention: TreeAttention | None
 
 
-def verify(forward: Forward, batch: Batch, proposals: Proposals | None, exact: bool) -> Verified:
-    """Reads the last committed token of each row and its proposals."""
+def verify(
+    forward: Forward, batch: Batch, proposals: Proposals | None, exact: bool, passes: CapturedPasses | None = None
+) -> Verified:
+    """Reads the last committed token of each row and its proposals. `passes`: CUDA graphs of it."""
     B = len(batch)
     lengths_B = torch.from_numpy(batch.lengths[:B]).to(batch.device)
     tokens_BW = batch.tokens_RL[:B].gather(1, lengths_B.unsqueeze(1))
@@ -45,52 +55,68 @@ def verify(forward: Forward, batch: Batch, proposals: Proposals | None, exact: b
         attend: Attend = attend_to(batch.cache, positions_BW, int(batch.lengths[:B].max()) + W, forward.layout)
     else:
         positions_BW = torch.from_numpy(batch.lengths[:B, None] + proposals.tree.depths_BW).to(batch.device)
-        kind = PathAttention if exact else MaskAttention
+        kind = PathAttention if exact and not batch.cache.tiled else SlotAttention
         attend = attention = kind(forward, batch, proposals.tree, proposals.depth)
+    if passes is not None:
+        inner = attend.inner if isinstance(attend, SlotAttention) else attend
+        assert isinstance(inner, TiledAttention), "only such passes are captured"
+        return Verified(*passes.verify(tokens_BW, positions_BW, inner.sight), attention)
     hidden_PC = forward.read(tokens_BW, positions_BW, attend)
     return Verified(hidden_PC[: B * W], forward.logits(hidden_PC)[: B * W], attention)
 
 
-class TreeAttention:
-    """Keeps the keys and values of all nodes, so that those of the accepted path can be made contiguous."""
+class TreeAttention(Protocol):
+    """Attention of a tree's nodes that knows where their keys and values are afterwards."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self.kept: list[tuple[Tensor, Tensor]] = []
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
     def compact(self, accepted: Accepted) -> None:
-        """Writes the accepted path's keys and values right after what is committed."""
-        cache, (B, E) = self.batch.cache, accepted.path_BD.shape
-        W = self.kept[0][0].shape[0] // B
-        nodes_N = torch.from_numpy((accepted.path_BD + np.arange(B)[:, None] * W).reshape(-1)).to(self.batch.device)
-        places_BE = torch.from_numpy(self.batch.lengths[:B, None] + np.arange(E)).to(self.batch.device)
-        slots = cache_slots(places_BE, 0)
-        for layer, (keys_NKD, values_NKD) in enumerate(self.kept):
-            cache.write(layer, slots, keys_NKD.index_select(0, nodes_N), values_NKD.index_select(0, nodes_N))
+        """Makes the accepted path's keys and values stand right after what is committed."""
+        ...
 
 
-class MaskAttention(TreeAttention):
+class SlotAttention:
+    """Every node has a slot of its own behind what is committed, where it stays."""
+
     def __init__(self, forward: Forward, batch: Batch, tree: Tree, depth: int) -> None:
-        super().__init__(batch)
-        B, W = tree.depths_BW.shape
-        cache, device = batch.cache, batch.device
-        lengths_B = torch.from_numpy(batch.lengths[:B]).to(device)
-        slots_BW = lengths_B.unsqueeze(1) + torch.arange(W, device=device)
-        window = cache.window(0, B, min(forward.layout.padded_length(int(batch.lengths[:B].max()) + W), cache.length))
-        mask_B1L = causal_mask((lengths_B - 1).unsqueeze(1), window[0][0])
-        above_BWE = torch.from_numpy(tree.ancestors(depth)).to(device) + lengths_B[:, None, None]
-        mask_BWL = mask_B1L.expand(B, W, -1).scatter(2, above_BWE, 0.0)
-        self._inner = attend_masked(cache, slots_BW, mask_BWL, window)
+        self._cache, self._lengths = batch.cache, batch.lengths[: len(batch)].copy()
+        if batch.cache.tiled:
+            self.inner: CachedAttention | TiledAttention = TiledAttention(
+                batch.cache, see_tree(tree, depth, self._lengths, batch.device)
+            )  # fmt: skip
+        else:
+            self.inner = _attend_with_mask(forward, batch, tree, depth)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        count = self._inner.B * self._inner.W
-        self.kept.append((k[:count], v[:count]))
-        return self._inner(layer, q, k, v)
+        return self.inner(layer, q, k, v)
+
+    def compact(self, accepted: Accepted) -> None:
+        if not accepted.counts_B.any():
+            return
+        places = accepted.path_BD[:, 1:], accepted.counts_B
+        device = self._cache.data.device
+        lengths_B, nodes_BD, counts_B = (torch.from_numpy(part).to(device) for part in (self._lengths, *places))
+        dispatch.kv_compact(self._cache.data, lengths_B, nodes_BD, counts_B)
 
 
-class PathAttention(TreeAttention):
+def _attend_with_mask(forward: Forward, batch: Batch, tree: Tree, depth: int) -> CachedAttention:
+    B, W = tree.depths_BW.shape
+    cache, device = batch.cache, batch.device
+    lengths_B = torch.from_numpy(batch.lengths[:B]).to(device)
+    slots_BW = lengths_B.unsqueeze(1) + torch.arange(W, device=device)
+    window = cache.window(0, B, min(forward.layout.padded_length(int(batch.lengths[:B].max()) + W), cache.length))
+    mask_B1L = causal_mask((lengths_B - 1).unsqueeze(1), window[0][0])
+    above_BWE = torch.from_numpy(tree.ancestors(depth)).to(device) + lengths_B[:, None, None]
+    mask_BWL = mask_B1L.expand(B, W, -1).scatter(2, above_BWE, 0.0)
+    return attend_masked(cache, slots_BW, mask_BWL, window)
+
+
+class PathAttention:
+    """Every path is laid out as decoding would lay it out. Paths overwrite each other, so keys and values are kept."""
+
     def __init__(self, forward: Forward, batch: Batch, tree: Tree, depth: int) -> None:
-        super().__init__(batch)
+        self.batch = batch
+        self.kept: list[tuple[Tensor, Tensor]] = []
         B, self.W = tree.depths_BW.shape
         self.count, device = B * self.W, batch.device
         paths_PBE, real_PBE = _paths(tree, depth)
@@ -110,6 +136,15 @@ class PathAttention(TreeAttention):
         read_NHD = torch.cat([self._along(layer, *part) for part in parts])
         out = q.new_zeros((max(q.shape[0], self.count + 1), *q.shape[1:]))
         return out.index_copy_(0, self._targets_N, read_NHD)[: q.shape[0]]
+
+    def compact(self, accepted: Accepted) -> None:
+        cache, (B, E) = self.batch.cache, accepted.path_BD.shape
+        nodes_N = torch.from_numpy((accepted.path_BD + np.arange(B)[:, None] * self.W).reshape(-1))
+        nodes_N = nodes_N.to(self.batch.device)
+        places_BE = torch.from_numpy(self.batch.lengths[:B, None] + np.arange(E)).to(self.batch.device)
+        slots = cache_slots(places_BE, 0)
+        for layer, (keys_NKD, values_NKD) in enumerate(self.kept):
+            cache.write(layer, slots, keys_NKD.index_select(0, nodes_N), values_NKD.index_select(0, nodes_N))
 
 
 def _paths(tree: Tree, depth: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,5 +1,6 @@
 """One program a query token and key/value head. Keys are reduced in blocks of 64 tokens counted from the start of the
 answer, in order: a query's bits depend on its answer alone, not on the batch, the cache's length, or other queries.
+Decoding and trees run the same compiled code: P, the number of named slots, is a plain number to it.
 
 Shapes: see the reference. A program's tile has the G query heads that share a key/value head, padded to 16.
 """
@@ -9,17 +10,16 @@ import math
 import torch
 from torch import Tensor
 
-from tlt_kernels.gateway import Launch, dot, jit, next_power_of_2, tl
+from tlt_kernels.gateway import Launch, dot, jit_generic, next_power_of_2, tl
 
 BLOCK, WARPS = 64, 8
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
-@jit
+@jit_generic("P")
 def attention_kernel(
-    q, keys, values, rows, lengths, paths, out, row_stride, slot_stride, heads, scale, P,
+    q, keys, values, rows, lengths, paths, since, out, row_stride, head_stride, heads, scale, P,
     G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_PATHS: tl.constexpr,
 ):  # fmt: skip
     query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -28,24 +28,23 @@ def attention_kernel(
     q_mask = (group < G)[:, None] & (columns < D)[None, :]
     query_heads = tl.load(q + q_tile, mask=q_mask, other=0.0)
     length = tl.load(lengths + query)
-    start = tl.load(rows + query).to(tl.int64) * row_stride + head * D
+    oldest = tl.load(since + query)
+    start = tl.load(rows + query).to(tl.int64) * row_stride + head.to(tl.int64) * head_stride
     maximum = tl.full((HEADS,), _LOWEST, tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
-    mixed = tl.zeros((HEADS, WIDTH), tl.float32)
-    for first in range(0, length, BLOCK):
+    total = tl.full((HEADS,), 0.0, tl.float32)
+    mixed = tl.full((HEADS, WIDTH), 0.0, tl.float32)
+    for first in range(oldest // BLOCK * BLOCK, length, BLOCK):
         tokens = first + places
-        seen = tokens < length
-        slots = tokens
-        if HAS_PATHS:
-            on_path = tokens - (length - P)
-            slots = tl.load(paths + query * P + on_path, mask=seen & (on_path >= 0), other=0)
-            slots = tl.where(on_path >= 0, slots, tokens)
-        tile = start + slots.to(tl.int64)[:, None] * slot_stride + columns[None, :]
+        seen = (tokens < length) & (tokens >= oldest)
+        on_path = tokens - (length - P)
+        named = tl.load(paths + query * P + on_path, mask=seen & (on_path >= 0), other=0)
+        slots = tl.where(on_path >= 0, named, tokens)
+        tile = start + slots.to(tl.int64)[:, None] * D + columns[None, :]
         mask = seen[:, None] & (columns < D)[None, :]
         block_keys = tl.load(keys + tile, mask=mask, other=0.0)
         block_values = tl.load(values + tile, mask=mask, other=0.0)
 
-        scores = dot(query_heads, tl.trans(block_keys), tl.zeros((HEADS, BLOCK), tl.float32)) * scale
+        scores = dot(query_heads, tl.trans(block_keys), tl.full((HEADS, BLOCK), 0.0, tl.float32)) * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         rescale = tl.exp(maximum - new_maximum)
@@ -59,30 +58,32 @@ def attention_kernel(
 
 def prepare(
     q_NHD: Tensor,
-    keys_RLKD: Tensor,
-    values_RLKD: Tensor,
+    keys_RKLD: Tensor,
+    values_RKLD: Tensor,
     rows_N: Tensor,
     lengths_N: Tensor,
-    paths_NP: Tensor | None = None,
+    paths_NP: Tensor,
+    since_N: Tensor,
 ) -> tuple[Launch, Tensor]:
-    assert keys_RLKD.stride() == values_RLKD.stride() and keys_RLKD.stride()[2:] == (keys_RLKD.shape[3], 1)
-    (N, H, D), K = q_NHD.shape, keys_RLKD.shape[2]
+    assert keys_RKLD.stride() == values_RKLD.stride() and keys_RKLD.stride()[2:] == (keys_RKLD.shape[3], 1)
+    (N, H, D), K = q_NHD.shape, keys_RKLD.shape[1]
     out_NHD = torch.empty(N, H, D, dtype=q_NHD.dtype, device=q_NHD.device)
     pointers = {
         "q": q_NHD.contiguous(),
-        "keys": keys_RLKD,
-        "values": values_RLKD,
+        "keys": keys_RKLD,
+        "values": values_RKLD,
         "rows": rows_N.contiguous(),
         "lengths": lengths_N.contiguous(),
-        "paths": lengths_N if paths_NP is None else paths_NP.contiguous(),
+        "paths": paths_NP.contiguous(),
+        "since": since_N.contiguous(),
         "out": out_NHD,
     }
     numbers = {
-        "row_stride": keys_RLKD.stride(0),
-        "slot_stride": keys_RLKD.stride(1),
+        "row_stride": keys_RKLD.stride(0),
+        "head_stride": keys_RKLD.stride(1),
         "heads": K,
         "scale": 1 / math.sqrt(D),
-        "P": 0 if paths_NP is None else paths_NP.shape[1],
+        "P": paths_NP.shape[1],
     }
     constants = {
         "G": H // K,
@@ -90,19 +91,19 @@ def prepare(
         "HEADS": max(16, next_power_of_2(H // K)),
         "WIDTH": max(16, next_power_of_2(D)),
         "BLOCK": BLOCK,
-        "HAS_PATHS": paths_NP is not None,
     }
     return Launch(attention_kernel, (N, K), pointers | numbers, constants, WARPS), out_NHD
 
 
 def attention(
     q_NHD: Tensor,
-    keys_RLKD: Tensor,
-    values_RLKD: Tensor,
+    keys_RKLD: Tensor,
+    values_RKLD: Tensor,
     rows_N: Tensor,
     lengths_N: Tensor,
-    paths_NP: Tensor | None = None,
+    paths_NP: Tensor,
+    since_N: Tensor,
 ) -> Tensor:
-    launch, out_NHD = prepare(q_NHD, keys_RLKD, values_RLKD, rows_N, lengths_N, paths_NP)
+    launch, out_NHD = prepare(q_NHD, keys_RKLD, values_RKLD, rows_N, lengths_N, paths_NP, since_N)
     launch.run()
     return out_NHD

@@ -1,18 +1,19 @@
 """Tiles of one size whatever the number of rows, and inputs summed in one order: a row's bits depend on that row and
-the weights (He, "Defeating Nondeterminism in LLM Inference", 2025). No split of the sum, and no tuning by shape.
+the weights (He, "Defeating Nondeterminism in LLM Inference", 2025). No split of the sum, no tuning by shape, and one
+compiled code whatever N is.
 
 Shapes: N = rows, C = inputs, F = outputs.
 """
 
 from torch import Tensor
 
-from tlt_kernels.gateway import Launch, dot, jit, tl
+from tlt_kernels.gateway import Launch, dot, jit_generic, tl
 
 ROWS, OUTPUTS, INPUTS, WARPS = 16, 64, 64, 8
 """A tile. 16 rows are the least that tensor cores take, and about what decoding brings."""
 
 
-@jit
+@jit_generic("N")
 def linear_kernel(
     x, weight, bias, out, row_stride, N, F, C,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -22,7 +23,7 @@ def linear_kernel(
     inputs = tl.arange(0, INPUTS)
     x_tile = x + rows[:, None].to(tl.int64) * row_stride + inputs[None, :]
     weight_tile = weight + outputs[None, :].to(tl.int64) * C + inputs[:, None]
-    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    total = tl.full((ROWS, OUTPUTS), 0.0, tl.float32)
     for first in range(0, C, INPUTS):
         inside = first + inputs < C
         a = tl.load(x_tile + first, mask=(rows < N)[:, None] & inside[None, :], other=0.0)

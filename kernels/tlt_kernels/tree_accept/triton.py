@@ -1,53 +1,66 @@
-"""One program a row walks down from the root. Shapes: see the reference; M = N + 1 nodes with the root."""
+"""One program a row walks down from the root.
 
+Shapes: B = rows, N = proposed tokens a row, W = 1 + N nodes, E = depth + 1.
+"""
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from tlt_kernels.gateway import Launch, jit, next_power_of_2, tl
-from tlt_kernels.tree_accept.reference import Accepted
+from tlt_pipeline.engine.proposals import Accepted, Proposals
 
 
 @jit
-def accept_kernel(proposals, parents, draws, nodes, counts, bonus, N, PLACES: tl.constexpr):
+def accept_kernel(proposals, parents, draws, path, counts, N, E, PLACES: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PLACES)
     inside = columns < N
     tokens = tl.load(proposals + row * N + columns, mask=inside, other=-1)
     above = tl.load(parents + row * N + columns, mask=inside, other=-1)
-    path = tl.full((PLACES,), -1, tl.int32)
+    nodes = tl.full((PLACES,), 0, tl.int32)  # filled up with the root
 
     count = 0
     drawn = tl.load(draws + row * (N + 1))
     node = tl.min(tl.where((above == 0) & (tokens == drawn), columns, PLACES), 0) + 1
     while node <= PLACES:
-        path = tl.where(columns == count, node, path)
         count += 1
+        nodes = tl.where(columns == count, node, nodes)
         drawn = tl.load(draws + row * (N + 1) + node)
         node = tl.min(tl.where((above == node) & (tokens == drawn), columns, PLACES), 0) + 1
-    tl.store(nodes + row * N + columns, path, mask=inside)
+    tl.store(path + row * E + columns, nodes, mask=columns < E)
     tl.store(counts + row, count)
-    tl.store(bonus + row, drawn)
 
 
-def prepare(proposals_BN: Tensor, parents_BN: Tensor, draws_BM: Tensor) -> tuple[Launch, Accepted]:
-    (B, N), device = proposals_BN.shape, proposals_BN.device
-    accepted = Accepted(
-        torch.empty(B, N, dtype=torch.int32, device=device),
-        torch.empty(B, dtype=torch.int32, device=device),
-        torch.empty(B, dtype=torch.int64, device=device),
-    )
+def prepare(proposals: Proposals, draws_BW: Tensor) -> tuple[Launch, tuple[Tensor, Tensor]]:
+    """-> paths int32 [B, E], the root first, and how many proposals were accepted, int32 [B]."""
+    (B, N), device = proposals.tokens_BN.shape, draws_BW.device
+    path_BE = torch.empty(B, proposals.depth + 1, dtype=torch.int32, device=device)
+    counts_B = torch.empty(B, dtype=torch.int32, device=device)
     pointers = {
-        "proposals": proposals_BN.contiguous(),
-        "parents": parents_BN.contiguous(),
-        "draws": draws_BM.contiguous(),
-        "nodes": accepted.nodes_BN,
-        "counts": accepted.counts_B,
-        "bonus": accepted.bonus_B,
+        "proposals": proposals.tokens_BN.contiguous(),
+        "parents": _parents(proposals).to(device),
+        "draws": draws_BW.contiguous(),
+        "path": path_BE,
+        "counts": counts_B,
     }
-    return Launch(accept_kernel, (B,), {**pointers, "N": N}, {"PLACES": next_power_of_2(N)}, warps=1), accepted
+    constants = {"PLACES": next_power_of_2(N + 1)}
+    return Launch(accept_kernel, (B,), {**pointers, "N": N, "E": proposals.depth + 1}, constants, warps=1), (
+        path_BE,
+        counts_B,
+    )
 
 
-def tree_accept(proposals_BN: Tensor, parents_BN: Tensor, draws_BM: Tensor) -> Accepted:
-    launch, accepted = prepare(proposals_BN, parents_BN, draws_BM)
+def _parents(proposals: Proposals) -> Tensor:
+    """int32 [B, N]."""
+    if proposals.tree is not None:
+        return torch.from_numpy(proposals.tree.parents_BN.astype(np.int32))
+    B, N = proposals.tokens_BN.shape
+    return torch.arange(N, dtype=torch.int32).repeat(B, 1)
+
+
+def tree_accept(proposals: Proposals, draws_BW: Tensor) -> Accepted:
+    launch, (path_BE, counts_B) = prepare(proposals, draws_BW)
     launch.run()
-    return accepted
+    found_BM = torch.cat([path_BE, counts_B.unsqueeze(1)], 1).cpu().numpy().astype(np.int64)
+    return Accepted(found_BM[:, :-1], found_BM[:, -1])
