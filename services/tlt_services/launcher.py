@@ -20,7 +20,7 @@ from tlt_pipeline.bus.probe import redact_url
 from tlt_pipeline.bus.server import RedisServer, find_or_start_redis
 from tlt_pipeline.config import ConfigError, RunConfig, load_config
 from tlt_pipeline.failures import EXIT_FAILED, EXIT_INTERRUPTED
-from tlt_pipeline.models.locate import locate_model
+from tlt_pipeline.models.locate import locate_drafter, locate_model
 from tlt_pipeline.processes import adopt_orphans
 from tlt_pipeline.rundir import RunDir, StorageError
 from tlt_pipeline.telemetry.logging import configure_logging
@@ -74,6 +74,8 @@ def _prepare(
         return resume_run(None, overrides, run_dir)
     settings = load_config(config, overrides)
     locate_model(settings.policy.model)  # its absence is better said now than by a process that started for it
+    if settings.trains_drafter:
+        locate_drafter(settings.drafter.init)
     root = run_dir or default_root(settings)
     if resume and is_prepared(root):
         return resume_run(config, overrides, root)

@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 
 from tlt_pipeline.models.fetch import fetch_model
-from tlt_pipeline.models.locate import ModelError, fetched_folder, locate_model
+from tlt_pipeline.models.locate import ModelError, fetched_folder, locate_drafter, locate_model
 
 
 def make_folder(folder: Path) -> Path:
@@ -156,3 +156,11 @@ def test_a_missing_extra_names_the_pip_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not installed
     with pytest.raises(ModelError, match=r"pip install gguf=="):
         fetch_model("smollm2-135m", cache=tmp_path)
+
+
+def test_a_drafter_that_is_not_there_says_how_to_make_it(tmp_path):
+    assert locate_drafter("from_policy_layer") is None
+    with pytest.raises(ModelError, match="make it with `tlt drafter warmup CONFIG --out"):
+        locate_drafter(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert locate_drafter(str(tmp_path)) == tmp_path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import torch
 
@@ -18,11 +17,11 @@ from tlt_pipeline.models.checkpoint import load_drafter
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig
 from tlt_pipeline.models.drafter import EagleDrafter, drafter_from_policy
 from tlt_pipeline.models.dtypes import choose_device, choose_dtype
+from tlt_pipeline.models.locate import locate_drafter
 from tlt_pipeline.models.tokenizer import Tokenizer, load_tokenizer
 from tlt_pipeline.rundir import RunDir
 from tlt_pipeline.weights import WeightStore
 
-FROM_POLICY = "from_policy_layer"
 TEXTS = 32
 ANSWER_TOKENS = 64
 """The first drafter is fitted on so many answers of so many tokens: 1 s of a core for the quickstart's policy, 14 s for
@@ -61,8 +60,9 @@ def _write_first(actor: Actor, store: WeightStore, policy: WeightsPublished, ver
 
 def start_drafter(config: RunConfig, policy: Decoder, tokenizer: Tokenizer) -> EagleDrafter:
     """`drafter.init`: from_policy_layer, or the folder of a drafter (raises ModelError). float32."""
-    if config.drafter.init != FROM_POLICY:
-        return load_drafter(Path(config.drafter.init), policy.config)
+    folder = locate_drafter(config.drafter.init)
+    if folder is not None:
+        return load_drafter(folder, policy.config)
     texts, _ = TextWriter(config, policy, tokenizer, ANSWER_TOKENS).write(0, TEXTS)
     return drafter_from_policy(policy, texts).float()
 

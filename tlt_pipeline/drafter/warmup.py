@@ -15,7 +15,7 @@ import torch
 from tlt_pipeline.config import ConfigError, RunConfig
 from tlt_pipeline.drafter.evaluation import HeldOut
 from tlt_pipeline.drafter.losses import FrozenParts
-from tlt_pipeline.drafter.start import FROM_POLICY, TEXTS
+from tlt_pipeline.drafter.start import TEXTS
 from tlt_pipeline.drafter.streaming import document_of
 from tlt_pipeline.drafter.texts import TextWriter
 from tlt_pipeline.drafter.trainer import DrafterTrainer
@@ -84,8 +84,9 @@ class _Warmup:
         self.answers = 0
 
     def _start(self, texts: list[torch.Tensor]) -> EagleDrafter:
-        if self.config.drafter.init != FROM_POLICY and Path(self.config.drafter.init).is_dir():
-            return load_drafter(self.config.drafter.init, self.policy.config)
+        init = Path(self.config.drafter.init)
+        if (init / "config.json").is_file():  # else it is what is to be made
+            return load_drafter(init, self.policy.config)
         return drafter_from_policy(self.policy, texts).float()
 
     def train(self, seconds: float, out: str) -> WarmupReport:

@@ -17,6 +17,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
 
 
+FROM_POLICY = "from_policy_layer"
+"""`drafter.init`: the policy's last layer, fitted to text that the policy writes."""
+
+
 class ModelError(ValueError):
     """A model or tokenizer that can't be had, read or written; the text is one line with the remedy."""
 
@@ -74,6 +78,19 @@ def locate_model(name: str, cache: Path | None = None) -> Path:
     if _HUB_ID.fullmatch(name) and not path.parent.is_dir():
         return _locate_on_hub(name)
     raise ModelError(f"no model {name!r} here{_near(name)}: {_ways()}")
+
+
+def locate_drafter(init: str) -> Path | None:
+    """The folder that `drafter.init` names; None: it names none. Raises ModelError where there is no such folder."""
+    if init == FROM_POLICY:
+        return None
+    folder = Path(init).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"no drafter in {init}: make it with `tlt drafter warmup CONFIG --out {init}`, "
+            f"or set drafter.init={FROM_POLICY}"
+        )
+    return folder
 
 
 def _locate_on_hub(name: str) -> Path:
