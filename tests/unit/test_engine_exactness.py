@@ -183,3 +183,16 @@ def test_exact_on_is_refused_where_the_machine_cannot(monkeypatch):
     with pytest.raises(ConfigError, match=r"set engine\.exact to auto"):
         decide_exactness(cases.policy(), "on", 64)
     assert decide_exactness(cases.policy(), "auto", 64) == (PLAIN, "float32")
+
+
+def test_a_wide_tree_fits_behind_the_longest_answer():
+    """What is drafted takes more places than what is verified."""
+    model = cases.policy()
+    engine = cases.engine(model, exact="off", trees=("6x16x16",))
+    prompt = cases.request(0).prompt.length
+    requests = [cases.request(0, max_new_tokens=200 - prompt, stop_token_ids=())]
+    expected = [done.tokens for done in decode_all(engine, requests)]
+    assert len(expected[0]) == 200 - prompt
+    engine.set_drafter(cases.drafter(model), 1)
+    engine.choice = Fixed(parse_strategy("eagle-6x16x16"))
+    assert [done.tokens for done in decode_all(engine, requests)] == expected

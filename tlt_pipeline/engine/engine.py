@@ -65,7 +65,7 @@ class Engine:
         self.config, self.tokenizer, self.context_window = config, tokenizer, context_window
         self.strategies = strategies_of(config.speculation)
         self.depth = max(each.depth for each in self.strategies)
-        self._positions = config.max_context + max(each.verify for each in self.strategies) + 1
+        self._positions = config.max_context + max(each.slots for each in self.strategies)
         self.layout, self.claim = self._decide_exactness(policy)
         self.drafting: Drafting | None = None
         self.drafter_version = 0

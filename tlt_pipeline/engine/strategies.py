@@ -34,6 +34,11 @@ class Strategy:
     def is_tree(self) -> bool:
         return self.top_k > 1
 
+    @property
+    def slots(self) -> int:
+        """Places in a cache that it needs behind what is committed: for what is verified, or for what is drafted."""
+        return max(self.verify, (self.depth - 1) * self.top_k, 0) + 1
+
     def __str__(self) -> str:
         if self.drafter == "off":
             return "off"
