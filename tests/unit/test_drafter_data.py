@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from safetensors.torch import load, save
 
 from tests.unit.drafter_cases import document, one_thread, policy  # noqa: F401
 from tlt_pipeline.blobs import BlobStore
-from tlt_pipeline.drafter.batching import cut, pack, pack_rows, pair_weights, split_documents
+from tlt_pipeline.drafter.batching import cut, pack, pair_weights, split_documents
 from tlt_pipeline.drafter.buffer import DocumentBuffer
 from tlt_pipeline.drafter.intake import ShardIntake
 from tlt_pipeline.drafter.shards import Document, ShardInvalid, read_shard, write_shard
@@ -96,22 +98,12 @@ def test_last_pair_counts_only_inside_the_answer() -> None:
 def test_packing_restarts_positions_and_keeps_documents_apart() -> None:
     documents = [document(4, position=9), document(9, first_token=20), document(5, first_token=50), document(3)]
     batch = pack(documents)
-    assert batch.next_tokens_RW.shape == (3, 8)  # 8 / 4 + 3 / 2 pairs, first fit by falling length
+    assert batch.next_tokens_RW.shape == (1, 3 + 8 + 4 + 2)  # no padding
     for index, wanted in enumerate(documents):
         inside = batch.documents_RW == index
         assert batch.positions_RW[inside].tolist() == list(range(wanted.position, wanted.position + len(wanted) - 1))
         assert batch.offsets_RW[inside].tolist() == list(range(len(wanted) - 1))
         assert batch.next_tokens_RW[inside].tolist() == wanted.token_ids[1:].tolist()
-    padding = batch.documents_RW == -1
-    assert batch.weight_RW[padding].sum() == 0
-
-
-def test_rows_are_filled() -> None:
-    lengths = [30, 5, 12, 18, 3, 9, 21, 7, 14, 2] * 10
-    rows = pack_rows(lengths)
-    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
-    assert all(sum(lengths[index] for index in row) <= 30 for row in rows)
-    assert sum(lengths) / (30 * len(rows)) > 0.95
 
 
 def test_cutting_a_long_document_loses_no_pair() -> None:
@@ -163,6 +155,41 @@ def test_every_document_comes_once_an_epoch_and_new_ones_first() -> None:
     again = [int(each.token_ids[0]) for _ in range(4) for each in buffer.draw(20)]
     assert sorted(again) == [0, 1, 2, 3, 4, 5, 100, 101]
     assert len(buffer.draw(3)) == 1  # a document above the limit still comes
+
+
+def test_batches_are_filled_whatever_the_lengths() -> None:
+    """Long-tailed lengths, in batches of little more than the longest: at least 90 % of a batch are tokens."""
+    buffer = make_buffer()
+    buffer.add([document(10)], 0, held_out=True)
+    random = Random(0)
+    lengths = [min(8 + int(random.lognormvariate(3.4, 0.8)), 400) for _ in range(400)]
+    buffer.add([document(length, size=1) for length in lengths], 0, held_out=False)
+    drawn = [buffer.draw(512) for _ in range(60)]
+    filled = [sum(map(len, documents)) for documents in drawn]
+    assert max(filled) <= 512
+    assert sum(filled) / (512 * len(filled)) > 0.9
+    assert all(len(set(map(id, documents))) == len(documents) for documents in drawn)
+
+
+def test_long_answers_of_the_step_before_are_preferred() -> None:
+    """The current step has short ones so far: all of them, and the long ones of the step before, come twice as often
+    as what is short and old."""
+    buffer = make_buffer()
+    buffer.add([document(10)], 0, held_out=True)
+    buffer.add([document(length) for length in (10, 11, 60, 61)], 0, held_out=False)
+    buffer.add([document(length) for length in (12, 13, 14)], 1, held_out=False)
+    times = Counter(len(buffer.draw(1)[0]) for _ in range(60))
+    assert sum(times.values()) == 60
+    assert all(times[long] == pytest.approx(2 * times[short], abs=2) for long in (60, 61) for short in (10, 11))
+    assert all(times[new] == pytest.approx(times[60], abs=2) for new in (12, 13, 14))
+
+
+def test_above_its_bytes_the_short_ones_of_the_oldest_version_go() -> None:
+    buffer = make_buffer(byte_limit=(60 + 50 + 5) * 64 * 4)
+    buffer.add([document(10)], 0, held_out=True)
+    buffer.add([document(length) for length in (60, 20, 50)], 0, held_out=False)
+    buffer.add([document(5)], 1, held_out=False)
+    assert sorted(len(each) for each in buffer.draw(1000)) == [5, 60]  # held-out ones stay, so 50 had to go as well
 
 
 def test_held_out_documents_are_never_drawn() -> None:
