@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -10,13 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from tests.unit.drafter_cases import document, one_thread, policy  # noqa: F401
+from tests.unit.drafter_cases import config, document, one_thread, policy, whole_answers, written  # noqa: F401
 from tlt_pipeline.blobs import BlobStore
+from tlt_pipeline.config import HiddenStatesConfig
 from tlt_pipeline.drafter.batching import cut, pack, pair_weights, split_documents
 from tlt_pipeline.drafter.buffer import DocumentBuffer
 from tlt_pipeline.drafter.intake import ShardIntake
 from tlt_pipeline.drafter.shards import Document, ShardInvalid, read_shard, write_shard
 from tlt_pipeline.messages import BlobRef, HiddenShard
+from tlt_pipeline.models.decoder import Decoder
+from tlt_pipeline.weights import WeightsMissing
 
 
 @pytest.fixture
@@ -26,6 +30,18 @@ def store(tmp_path: Path) -> BlobStore:
 
 def make_buffer(**settings) -> DocumentBuffer:
     return DocumentBuffer(**{"keep_steps": 2, "byte_limit": 1 << 30, "held_out_share": 0.1, "seed": 0, **settings})
+
+
+def make_intake(store: BlobStore, buffer: DocumentBuffer, **hidden_states) -> ShardIntake:
+    """Policy 0 is there, other versions are not."""
+
+    def load_policy(version: int) -> Decoder:
+        if version:
+            raise WeightsMissing(f"policy version {version} was pruned")
+        return policy()
+
+    settings = config().model_copy(update={"hidden_states": HiddenStatesConfig(source="recompute", **hidden_states)})
+    return ShardIntake(store, buffer, policy().config, settings, load_policy)
 
 
 def shard_of(blob: BlobRef, version: int = 0, held_out: bool = False) -> HiddenShard:
@@ -231,7 +247,7 @@ def test_documents_without_a_pair_are_left_out() -> None:
 
 def test_unusable_shards_are_dropped_with_their_reason(store: BlobStore) -> None:
     buffer = make_buffer()
-    intake = ShardIntake(store, buffer, policy().config, longest=256)
+    intake = make_intake(store, buffer)
     good = shard_of(write_shard(store, [document(10)], "good"), version=5)
     gone = shard_of(write_shard(store, [document(10)], "gone"), version=5)
     store.delete("gone")
@@ -242,7 +258,59 @@ def test_unusable_shards_are_dropped_with_their_reason(store: BlobStore) -> None
     vocabulary = shard_of(write_shard(store, [document(10, first_token=100)], "vocabulary"), version=5)
     beyond = shard_of(write_shard(store, [document(10, position=250)], "beyond"), version=5)
     old = shard_of(write_shard(store, [document(10)], "old"), version=3)
-    assert intake.take([good, gone, torn, text, other, vocabulary, beyond]) == 1
-    assert intake.take([good, old]) == 0
+    assert intake.take([good, gone, torn, text, other, vocabulary, beyond]) == []
+    assert intake.take([good, old]) == []
     assert intake.counts == {"read": 1, "missing": 1, "corrupt": 1, "invalid": 4, "known": 1, "too_old": 1}
     assert len(buffer) == 1
+
+
+def test_shards_left_by_a_stop_are_taken_later(store: BlobStore) -> None:
+    buffer, intake = make_buffer(), make_intake(store, make_buffer())
+    shards = [shard_of(write_shard(store, [document(10)], f"s{number}")) for number in range(3)]
+    assert intake.take(shards, should_stop=lambda: True) == shards
+    intake = make_intake(store, buffer)
+    assert intake.take(shards, should_stop=lambda: intake.counts["read"] == 2) == shards[2:]
+    assert intake.take(shards) == []
+    assert intake.counts == {"read": 3, "known": 2}
+
+
+# --- recomputing --------------------------------------------------------------------------------------------------
+
+
+def test_recomputed_states_are_those_that_the_rollout_had(store: BlobStore) -> None:
+    """Tokens alone go into the shard; what comes out is what was streamed, in bfloat16."""
+    wanted = whole_answers()
+    alone = [replace(each, hidden=each.hidden[:, :0]) for each in wanted]
+    buffer = make_buffer(byte_limit=1 << 30)
+    buffer.add([document(10)], 0, held_out=True)
+    intake = make_intake(store, buffer)
+    blob = write_shard(store, alone, "tokens")
+    assert blob.size < 0.2 * write_shard(store, wanted, "states").size
+    stopped = intake.take([shard_of(blob)], should_stop=iter([False, False, True]).__next__)
+    assert len(stopped) == 1 and not len(buffer)  # in the middle of it
+    assert intake.take(stopped) == [] and intake.counts == {"read": 1}
+    found = {tuple(each.token_ids.tolist()): each for each in buffer.draw(1 << 20)}
+    for each in wanted:
+        back = found[tuple(each.token_ids.tolist())]
+        assert torch.equal(back.loss_mask, each.loss_mask)
+        torch.testing.assert_close(back.hidden, each.hidden, atol=0.02, rtol=0.02)
+
+
+def test_of_a_long_answer_the_part_to_be_trained_on_is_kept(store: BlobStore) -> None:
+    (whole,) = sorted(whole_answers(), key=len)[-1:]
+    mask = torch.zeros(len(whole), dtype=torch.uint8)
+    mask[20:28] = 1
+    part = Document(whole.token_ids[:28], whole.hidden[:28, :0], mask[:28], 0)
+    buffer = make_buffer()
+    buffer.add([document(10)], 0, held_out=True)
+    make_intake(store, buffer, tokens_per_answer=8).take([shard_of(write_shard(store, [part], "part"))])
+    (kept,) = buffer.draw(1000)
+    assert (kept.position, len(kept), kept.loss_mask.tolist()) == (19, 9, [0] + 8 * [1])
+    torch.testing.assert_close(kept.hidden, whole.hidden[19:28], atol=0.02, rtol=0.02)
+
+
+def test_without_the_policy_that_wrote_it_a_shard_is_dropped_with_the_reason(store: BlobStore) -> None:
+    alone = replace(whole_answers()[0], hidden=whole_answers()[0].hidden[:, :0])
+    intake = make_intake(store, make_buffer())
+    assert intake.take([shard_of(write_shard(store, [alone], "tokens"), version=7)]) == []
+    assert intake.counts == {"policy_missing": 1}
