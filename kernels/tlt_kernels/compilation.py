@@ -44,6 +44,7 @@ def launches() -> dict[str, Launch]:
     from tlt_kernels.matmul import triton as matmul
     from tlt_kernels.noise import triton as noise
     from tlt_kernels.sampling_draw import triton as sampling_draw
+    from tlt_kernels.soft_cross_entropy import triton as soft_cross_entropy
     from tlt_kernels.tree_accept import triton as tree_accept
 
     half = partial(torch.empty, dtype=torch.bfloat16, device="meta")
@@ -58,6 +59,7 @@ def launches() -> dict[str, Launch]:
         "noise": noise.prepare(*rows[1:3])[0],
         "sampling_draw": sampling_draw.prepare(*rows)[0],
         "draft_topk": draft_topk.prepare(*rows, 8)[0],
+        "soft_cross_entropy": soft_cross_entropy.prepare(rows[0], rows[0], column[:, 0])[0],
         "tree_accept": tree_accept.prepare(ids(8, 48), ints(8, 48), ids(8, 49))[0],
         "kv_compact": kv_compact.prepare(cache, ids(8), ints(8, 8), ints(8)),
         "matmul": matmul.prepare(half(8, width), half(width, width), half(width))[0],

@@ -73,6 +73,11 @@ def attention(
     return module.attention(q_NHD, keys_RLKD, values_RLKD, rows_N, lengths_N, paths_NP)
 
 
+def soft_cross_entropy(scores_NV: Tensor, policy_NV: Tensor, weight_N: Tensor, path: Path = "auto") -> Tensor:
+    """See `soft_cross_entropy.reference`. Changes `scores`."""
+    return _module("soft_cross_entropy", path, scores_NV).soft_cross_entropy(scores_NV, policy_NV, weight_N)
+
+
 def path_for(tensor: Tensor, path: Path) -> Literal["triton", "reference"]:
     """ValueError where Triton is asked for and can't run."""
     if path == "reference" or (path == "auto" and not tensor.is_cuda):

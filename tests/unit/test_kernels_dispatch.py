@@ -16,7 +16,16 @@ from tests.unit.kernel_cases import GPU, INTERPRETER, DrawCase
 from tlt_kernels import dispatch, gateway
 from tlt_kernels.dispatch import TAKEN
 
-KERNELS = ("noise", "sampling_draw", "draft_topk", "tree_accept", "kv_compact", "matmul", "attention")
+KERNELS = (
+    "noise",
+    "sampling_draw",
+    "draft_topk",
+    "tree_accept",
+    "kv_compact",
+    "matmul",
+    "attention",
+    "soft_cross_entropy",
+)
 MOST_REGISTERS, MOST_SHARED = 255, 163 * 1024
 """Of a thread, on every NVIDIA GPU; bytes of a program, on an A100."""
 
@@ -35,6 +44,7 @@ def call_all(device: str, **path: dispatch.Path) -> Counter[tuple[str, str]]:
     dispatch.kv_compact(cache, ints[:, 0], ints, ints[:, 0], **path)
     dispatch.linear(case[0], case[0], **path)
     dispatch.attention(torch.ones(2, 2, 16, device=device), *cache[0], nodes[:, 0], ints[:, 0], **path)
+    dispatch.soft_cross_entropy(case[0], case[0].clone(), torch.ones(2, device=device), **path)
     return TAKEN - before
 
 
