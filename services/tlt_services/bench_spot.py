@@ -250,9 +250,6 @@ def _time(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-# --- checkpoint -------------------------------------------------------------------------------------------------------
-
-
 async def measure_checkpoint(trainer: DrafterTrainer, folder: Path) -> dict[str, float]:
     """`stall_s`: until training may go on; `full_s`: everything with the frozen tensors, synced to the disk."""
     pairs: list[tuple[float, float]] = []
@@ -280,9 +277,6 @@ def _save_fully(trainer: DrafterTrainer, path: Path) -> None:
         os.close(descriptor)
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
-
-
 def _show(report: dict[str, Any]) -> None:
     packing, checkpoint = report["packing"], report["checkpoint"]
     memory, streaming = report["loss_memory"], report["streaming"]
@@ -296,7 +290,7 @@ def _show(report: dict[str, Any]) -> None:
          f"{size}: {memory['plain_mb']:.0f} MB / {memory['chunked_mb']:.0f} MB; "
          f"chunked, {memory['most_tokens']} tokens: {memory['chunked_most_mb']:.0f} MB"),
         ("rollout with / without streaming", f"{1 + streaming['slowdown']:.3f}",
-         f"processor time {1 + streaming['slowdown_cpu']:.3f}, making shards {streaming['collecting_share']:.1%} of it"),
+         f"processor time {1 + streaming['slowdown_cpu']:.3f}, shards {streaming['collecting_share']:.1%} of it"),
     )  # fmt: skip
     table = Table("", "ratio", "")
     for row in rows:
