@@ -15,6 +15,7 @@ import secrets
 import shutil
 import stat
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from tlt_pipeline.config import HiddenStatesConfig
@@ -98,6 +99,16 @@ class BlobStore:
         """Of the blobs that are whole, sorted."""
         with storing(self.root):
             return sorted(entry.name for entry in os.scandir(self.root) if not entry.name.startswith("."))
+
+    def remove_unknown(self, known: Collection[str], older_than_s: float = _STALE_S) -> int:
+        """Deletes blobs that nobody has a reference to: their writer died before it could say so. How many."""
+        with storing(self.root):
+            old = [entry.name for entry in os.scandir(self.root) if _age_s(entry) > older_than_s]
+        orphans = [name for name in old if name not in known]
+        for name in orphans:
+            with storing(self.root):
+                (self.root / name).unlink(missing_ok=True)
+        return len(orphans)
 
     def bytes_used(self) -> int:
         """Bytes in the folder, unfinished blobs included."""

@@ -194,11 +194,26 @@ class HiddenStatesConfig(Section):
     """A running answer's states leave in pieces of so many tokens."""
     shard_tokens: Positive = 2048
     """Pieces of several answers are written as one file of about this size."""
+    source: Literal["rollout", "recompute"] = "rollout"
+    """rollout: states leave with the answers. recompute: tokens alone do, and the trainer runs the policy over them."""
     sample_rate: Share = 1.0
+    """Share of the answers that are streamed."""
+    tokens_per_answer: Annotated[int, Field(ge=0)] = 0
+    """At most so many tokens of an answer: half as they come, half where most drafts were rejected; 0: all."""
     bytes_quota: Positive = 512 * 1024 * 1024
+    """Of the shards kept (a quarter more until the scheduler has chosen what goes), and of a trainer's memory."""
     held_out_share: Share = 0.1
     root: str | None = None
     """Folder of the shards; None: memory-backed (/dev/shm) where there is room, else the run directory."""
+
+    @model_validator(mode="after")
+    def _holds_pieces(self) -> Self:
+        if 0 < self.tokens_per_answer < 2 * self.chunk_tokens and self.source == "rollout":
+            raise ValueError(
+                f"tokens_per_answer ({self.tokens_per_answer}) must hold two pieces of chunk_tokens "
+                f"({self.chunk_tokens}): raise it, or lower chunk_tokens"
+            )
+        return self
 
 
 class DrafterTrainConfig(Section):

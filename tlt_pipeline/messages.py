@@ -180,6 +180,8 @@ class HiddenShard(Message):
     documents: int
     tokens: int
     held_out: bool
+    worth: float = 0.0
+    """What a token of it is worth to training: which shards go first where there are too many."""
 
 
 # --- weights (broadcast) ---------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ def launches() -> dict[str, Launch]:
     from tlt_kernels.matmul import triton as matmul
     from tlt_kernels.noise import triton as noise
     from tlt_kernels.sampling_draw import triton as sampling_draw
+    from tlt_kernels.soft_cross_entropy import triton as soft_cross_entropy
     from tlt_kernels.tree_accept import triton as tree_accept
 
     half = partial(torch.empty, dtype=torch.bfloat16, device="meta")
@@ -62,6 +63,7 @@ def launches() -> dict[str, Launch]:
         "draft_topk": draft_topk.prepare(*rows, 8)[0],
         "tree_accept": tree_accept.prepare(tree, ids(8, 49))[0],
         "kv_compact": kv_compact.prepare(cache, ids(8), ids(8, 8), ids(8)),
+        "soft_cross_entropy": soft_cross_entropy.prepare(rows[0], rows[0], column[:, 0])[0],
         "matmul": matmul.prepare(half(8, width), half(width, width), half(width))[0],
         "matmul float32": matmul.prepare(half(8, width).float(), half(width, width).float())[0],
         "attention": attention.prepare(

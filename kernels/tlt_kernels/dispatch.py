@@ -98,6 +98,11 @@ def takes_triton(tensor: Tensor) -> bool:
     return path_for(tensor, "auto") == "triton"
 
 
+def soft_cross_entropy(scores_NV: Tensor, policy_NV: Tensor, weight_N: Tensor, path: Path = "auto") -> Tensor:
+    """See `soft_cross_entropy.reference`. Changes `scores`."""
+    return _module("soft_cross_entropy", path, scores_NV).soft_cross_entropy(scores_NV, policy_NV, weight_N)
+
+
 def path_for(tensor: Tensor, path: Path) -> Literal["triton", "reference"]:
     """ValueError where Triton is asked for and can't run."""
     if path == "reference" or (path == "auto" and not (tensor.is_cuda or _on_cpu)):

@@ -55,10 +55,10 @@ class BenchOptions:
         if self.prompts is not None and not self.prompts.is_file():
             raise ConfigError(f"no file {self.prompts}: --prompts takes a text file with one prompt a line")
         for file, option in ((self.json, "--json"), (self.png, "--png")):
-            _check_writable(file, option)
+            check_writable(file, option)
 
 
-def _check_writable(file: Path | None, option: str) -> None:
+def check_writable(file: Path | None, option: str) -> None:
     """Before minutes are spent on numbers that could not be kept."""
     if file is None:
         return

@@ -27,7 +27,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="Check configurations.")
 models_app = typer.Typer(no_args_is_help=True, help="Fetch and list models.")
-bench_app = typer.Typer(no_args_is_help=True, help="Measure the whole loop, or the engine alone.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure the whole loop, the engine or the spot trainer.")
 app.add_typer(config_app, name="config")
 app.add_typer(models_app, name="models")
 drafter_app = typer.Typer(no_args_is_help=True, help="Train a drafter before RL.")
@@ -252,6 +252,21 @@ def bench_engine(
     from tlt_services import bench_engine as bench
 
     return bench.main(options)
+
+
+@bench_app.command("spot")
+def bench_spot(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG")],
+    overrides: Overrides = None,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Save the numbers.")] = None,
+) -> int:
+    """Measure the spot trainer: packing, checkpoint stall, memory of the loss, and what streaming costs the rollout."""
+    from tlt_pipeline.config import load_config
+
+    load_config(config, overrides or [])
+    from tlt_services import bench_spot as bench
+
+    return bench.main(config, overrides or [], json)
 
 
 @config_app.command("check")

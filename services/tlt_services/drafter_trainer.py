@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,6 +42,7 @@ from tlt_pipeline.messages import (
     WorkerYielded,
     slot_commands,
 )
+from tlt_pipeline.models.dtypes import choose_dtype
 from tlt_pipeline.processes import usable_cores
 from tlt_pipeline.rundir import RunDir
 from tlt_pipeline.weights import WeightStore
@@ -118,7 +120,9 @@ class SpotTrainer:
         loop = asyncio.get_running_loop()
         trainer, decoder = await loop.run_in_executor(thread, open_trainer, actor, store, policy, published)
         blobs = open_hidden_states(actor.config.hidden_states, RunDir(actor.run_dir))
-        intake = ShardIntake(blobs, trainer.buffer, decoder, actor.config.drafter.train.tokens_per_batch)
+        dtype = choose_dtype(actor.config.engine.dtype, trainer.device)
+        load = partial(store.load_policy, dtype=dtype, device=trainer.device)
+        intake = ShardIntake(blobs, trainer.buffer, decoder, actor.config, load)
         actor.gauges.update(policy_version=policy.version, drafter_version=published.version)
         actor.log.info("trainer ready", drafter_version=published.version, device=str(trainer.device))
         return cls(actor, trainer, intake, Versions(actor, store, trainer, thread), group)
@@ -193,6 +197,7 @@ class SpotTrainer:
             if not await self._train(lease) and not lease.stop.is_set():
                 await lease.changed.wait()
         judgement = await self._judge_last(lease)
+        await self.run(self.intake.free)
         await self._report(lease)
         self.lease = None
         self.actor.gauges.update(lease=0, tokens_per_s=0.0)
@@ -202,12 +207,10 @@ class SpotTrainer:
 
     async def _train(self, lease: Lease) -> bool:
         """One slice. False: there is nothing to train on."""
-        shards, self.shards = self.shards, []
-        if shards:
-            await self.run(lambda: self.intake.take(shards))
+        await self._take_shards(lease)
         progress = await self.run(lambda: self.trainer.train(_SLICE_S, lease.stop.is_set))
         if not progress.steps:
-            return False
+            return bool(self.shards)
         if lease.began_after_s is None:
             lease.began_after_s = time.monotonic() - lease.granted_at - progress.seconds
         lease.used_s += progress.seconds
@@ -224,6 +227,15 @@ class SpotTrainer:
         if time.monotonic() - self.state.saved_at > _CHECKPOINT_S:
             await self.state.save(self.group)
         return True
+
+    async def _take_shards(self, lease: Lease) -> None:
+        """Those that came, for a slice: states may have to be recomputed."""
+        shards, self.shards = self.shards, []
+        if shards:
+            began = time.monotonic()
+            left = await self.run(lambda: self.intake.take(shards, _SLICE_S, lease.stop.is_set))
+            self.shards += left
+            lease.used_s += time.monotonic() - began
 
     async def _judge(self, lease: Lease, should_stop: Callable[[], bool]) -> Judgement | None:
         began = time.monotonic()

@@ -1,4 +1,5 @@
-"""Hidden states in memory outlive a launcher that was killed: the next one removes what no run holds any more.
+"""Hidden states in memory: a run that is stopped takes them along into its run directory, and has them again when it is
+resumed; of a launcher that was killed, they are removed by the next one, unless that resumes the run.
 
 Beside the folder of a run's shards lies a link `<folder>.run` to its run directory, whose lock says if it is alive.
 """
@@ -11,12 +12,16 @@ import os
 import shutil
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
-from tlt_pipeline.blobs import hidden_states_root
+import structlog
+
+from tlt_pipeline.blobs import BlobStore, hidden_states_root
 from tlt_pipeline.config import ConfigError, RunConfig
-from tlt_pipeline.rundir import RunDir, RunDirError, storing
+from tlt_pipeline.rundir import RunDir, RunDirError, StorageError, storing
 
 _SUFFIX = ".run"
+_log: Any = structlog.get_logger()
 
 
 @contextlib.contextmanager
@@ -36,12 +41,13 @@ def sole_launcher(run: RunDir) -> Generator[None]:
 
 @contextlib.contextmanager
 def holding_shards(config: RunConfig, run: RunDir) -> Generator[None]:
-    """The run's folder of hidden states, while its processes need it: a stopped run doesn't hold any, and one that is
-    resumed makes new ones. Raises as `claim_shards`."""
+    """The run's folder of hidden states, while its processes need it. A run that has ended has none, one that was
+    stopped keeps them on disk. Raises as `claim_shards`."""
     claim_shards(config, run)
     try:
         yield
     finally:
+        keep_shards(config, run)
         remove_shards(config, run)
 
 
@@ -56,12 +62,25 @@ def claim_shards(config: RunConfig, run: RunDir) -> None:
     except OSError as error:
         raise ConfigError(f"hidden states can't go to {shards} ({error.strerror}): set hidden_states.root") from error
     with storing(shards):
+        own = shards.with_name(shards.name + _SUFFIX)
         for link in shards.parent.glob(f"*{_SUFFIX}"):
-            if link.is_symlink() and not _is_alive(link.readlink()):
+            if link != own and link.is_symlink() and not _is_alive(link.readlink()):
                 _remove(link)
-        link = shards.with_name(shards.name + _SUFFIX)
-        link.unlink(missing_ok=True)
-        link.symlink_to(run.root.resolve())
+        own.unlink(missing_ok=True)
+        own.symlink_to(run.root.resolve())
+        _move(run.blobs, shards)
+
+
+def keep_shards(config: RunConfig, run: RunDir) -> None:
+    """What the scheduler has not deleted at the run's end, into the run directory; where that is full, it is lost."""
+    shards = hidden_states_root(config.hidden_states, run)
+    if shards.is_relative_to(run.root):
+        return
+    try:
+        run.blobs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _move(shards, run.blobs)
+    except (OSError, StorageError) as error:
+        _log.warning("hidden states are not kept: training begins without when resumed", reason=str(error))
 
 
 def remove_shards(config: RunConfig, run: RunDir) -> None:
@@ -73,6 +92,13 @@ def remove_shards(config: RunConfig, run: RunDir) -> None:
 def _remove(link: Path) -> None:
     shutil.rmtree(link.with_name(link.name.removesuffix(_SUFFIX)), ignore_errors=True)
     link.unlink(missing_ok=True)
+
+
+def _move(source: Path, target: Path) -> None:
+    """Whole blobs only; one that is there already is the same."""
+    if source.is_dir():
+        for name in BlobStore(source).names():
+            shutil.move(source / name, target / name)
 
 
 def _is_alive(root: Path) -> bool:

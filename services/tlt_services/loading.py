@@ -15,11 +15,12 @@ from tlt_pipeline.weights import WeightStore
 
 
 def build_engine(actor: Actor, store: WeightStore, tokenizer: Tokenizer, version: int) -> Engine:
-    """An engine with this policy version. Features are kept only where a drafter is trained on them."""
+    """An engine with this policy version. Features are kept only where a drafter is trained on those."""
     config = actor.config
     device = choose_device(config.engine.device)
     policy = store.load_policy(version, dtype=choose_dtype(config.engine.dtype, device), device=device)
-    chunk = config.hidden_states.chunk_tokens if config.trains_drafter else None
+    streams = config.trains_drafter and config.hidden_states.source == "rollout"
+    chunk = config.hidden_states.chunk_tokens if streams else None
     return Engine(
         policy,
         version,

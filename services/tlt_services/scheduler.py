@@ -213,6 +213,7 @@ class Scheduler:
                     appends += await self._write_requests(command)
                 case e.RecordStep():
                     await asyncio.to_thread(self.run_log.append, command.record)
+                    await asyncio.to_thread(self._remove_orphans)
                     self.actor.log.info("step done", **step_facts(command.record))
                     self.actor.metrics.set("step", command.record.step + 1)
                     self.actor.metrics.set("reward", command.record.reward)
@@ -244,6 +245,12 @@ class Scheduler:
     def _delete_blobs(self, names: Sequence[str]) -> None:
         for name in names:
             self.blobs.delete(name)
+
+    def _remove_orphans(self) -> None:
+        orphans = self.blobs.remove_unknown({shard.blob for shard in self.state.shards})
+        if orphans:
+            self.actor.metrics.count_skipped("hidden_states_orphaned", orphans)
+            self.actor.log.info("hidden states of a worker that died removed", shards=orphans)
 
     def _shutdowns(self, reason: str) -> list[Outgoing]:
         slots = range(len(self.state.slots))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tlt_pipeline.actor import Actor
@@ -34,12 +35,14 @@ class Settling:
         """Requests that this worker holds and has not settled, by request id."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.drafts, self.accepted = 0, 0
+        self._collecting = asyncio.Lock()
+        self._dropped: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def settle(self, output: Output) -> None:
         """Starts what is to be done with one step's output."""
-        if output.pieces:
-            self._start(self._stream(output.pieces))
+        if output.pieces or output.finished:
+            self._start(self._stream(output.pieces, output.finished))
         for finished in output.finished:
             self._start(self._complete(finished))
         for request, reason in output.refused:
@@ -47,7 +50,7 @@ class Settling:
 
     async def drained(self) -> None:
         """Everything is settled, and the features that were collected are on their way."""
-        await self._publish(self.shards.flush())
+        await self._publish(self.shards.flush)
         if self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -57,6 +60,8 @@ class Settling:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._dropped:
+            self.actor.log.info("hidden states dropped", **self._dropped)
         if self.held and not crashed:
             await self.bus.release(list(self.held.values()))
         await asyncio.to_thread(self.verifiers.close)
@@ -104,12 +109,24 @@ class Settling:
         self.actor.log.error("request refused", request=request.request_id, reason=reason)
         await self.bus.dead_letter(delivery, reason)
 
-    async def _stream(self, pieces: list[FeaturePiece]) -> None:
-        await self._publish([shard for piece in pieces for shard in self.shards.add(piece)])
+    async def _stream(self, pieces: list[FeaturePiece], finished: list[Finished]) -> None:
+        def collect() -> list[HiddenShard]:
+            shards = [shard for piece in pieces for shard in self.shards.add(piece)]
+            return shards + [shard for each in finished for shard in self.shards.end(each.request, each.tokens)]
 
-    async def _publish(self, shards: list[HiddenShard]) -> None:
-        for shard in shards:
-            await self.bus.append(HIDDEN_STATES, shard)
+        await self._publish(collect)
+
+    async def _publish(self, collect: Callable[[], list[HiddenShard]]) -> None:
+        """Copies and writes beside the event loop, one after the other, in the order of the calls."""
+        if not self.actor.config.trains_drafter:
+            return
+        async with self._collecting:
+            shards = await asyncio.to_thread(collect)
+            for shard in shards:
+                await self.bus.append(HIDDEN_STATES, shard)
+            for reason, amount in (self.shards.counts - self._dropped).items():
+                self.actor.metrics.count_skipped(f"hidden_states_{reason}", amount)
+            self._dropped = self.shards.counts.copy()
 
     def _completion(self, finished: Finished, reward: float, error: str | None, attempt: int) -> Completion:
         request = finished.request

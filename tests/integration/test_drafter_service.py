@@ -57,7 +57,9 @@ class Run:
         published = self.weights.write_policy(0, self.policy, tokenizer, parent=-1, step=-1)
         await self.bus.broadcast(m.WEIGHTS, published, latest="policy")
 
-    def shard(self, number: int, *, held_out: bool = False, answers: int = 12) -> m.HiddenShard:
+    def shard(
+        self, number: int, *, held_out: bool = False, answers: int = 12, tokens_alone: bool = False
+    ) -> m.HiddenShard:
         """Sequences of a few fixed words, so that there is something to learn quickly."""
         generator = torch.Generator().manual_seed(number)
         words = torch.randint(2, self.policy.config.vocab_size, (8, 6), generator=torch.Generator().manual_seed(0))
@@ -67,7 +69,8 @@ class Run:
             with torch.no_grad():
                 hidden = self.policy.hidden(tokens, torch.arange(36)[None], Ops(CausalAttention()))[0]
             mask = (torch.arange(36) >= 6).to(torch.uint8)
-            documents.append(Document(tokens[0].int(), hidden.bfloat16(), mask, 0))
+            states = hidden[:, :0] if tokens_alone else hidden
+            documents.append(Document(tokens[0].int(), states.bfloat16(), mask, 0))
         blob = write_shard(self.blobs, documents, f"shard-{number}")
         return m.HiddenShard(
             shard_id=blob.name, blob=blob, slot=0, step=0, policy_version=0, documents=answers, tokens=36 * answers,
@@ -245,6 +248,21 @@ async def test_killed_in_a_lease_another_process_goes_on(tmp_path: Path, redis_u
             await run.command(0, m.Shutdown(reason="done"))
             assert await process.exit_code() == 0
         assert run.weights.versions("drafter") == [1]
+
+
+async def test_states_are_recomputed_by_a_policy_that_may_be_gone(tmp_path: Path, redis_url: str) -> None:
+    async with run_of(tmp_path, redis_url) as run, trainer(run, 0, redis_url) as process:
+        await run.publish_policy()
+        await process.until("trainer ready")
+        shards = [run.shard(number, held_out=number == 3, tokens_alone=True) for number in (1, 2, 3)]
+        pruned = run.shard(4, tokens_alone=True).model_copy(update={"policy_version": 1})
+        await run.grant(0, 1, *shards, pruned)
+        better = await run.drafter(2)
+        assert better.metrics["loss"] < better.metrics["published_loss"]
+        assert (await run.recall(0, 1)).tokens_trained > 0
+        assert (await process.until("slot given back"))["shards"] == {"read": 3, "policy_missing": 1}
+        await run.command(0, m.Shutdown(reason="done"))
+        assert await process.exit_code() == 0
 
 
 async def test_slots_follow_each_others_versions(tmp_path: Path, redis_url: str) -> None:

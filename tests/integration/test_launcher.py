@@ -178,6 +178,7 @@ def test_ctrl_c_drains_and_resume_goes_on(run: Run) -> None:
     assert run.processes() == []
     assert "killed" not in run.said.split("stopping")[1]
     assert not list(Path("/dev/shm").glob(f"tlt-{(run.root / 'run_id').read_text().strip()}*"))
+    assert list((run.root / "blobs").iterdir())  # hidden states to go on with
     assert run.said.splitlines()[-1].endswith(f"go on with: tlt run --resume {run.root}")
 
     done = run.steps()
@@ -188,9 +189,22 @@ def test_ctrl_c_drains_and_resume_goes_on(run: Run) -> None:
     assert summary["steps"] == summary["policy_version"] == done + 2
     assert summary["requests_trained"] == summary["requests_admitted"] == 4 * (done + 2)
     assert "starting it again" not in run.said
+    assert "shards_dropped_missing" not in summary["counts"]
+    assert not list((run.root / "blobs").iterdir())
 
     assert run.tlt("run", "--resume", str(run.root)).wait(20) == 0  # finished: only the summary again
     assert run.tlt("status", str(run.root)).wait(20) == 0
+
+
+def test_the_trainer_computes_the_states_where_only_tokens_are_streamed(run: Run) -> None:
+    assert run.start("steps=3", "hidden_states.source=recompute", "learner.colocated=false").wait(180) == 0, run.said
+    summary = run.summary()
+    assert summary["steps"] == 3 and summary["dead_letters"] == 0
+    assert summary["drafter_tokens_trained"] > 0
+    given_back = [json.loads(line) for slot in (0, 1) for line in run.log(f"drafter-trainer-{slot}").splitlines()]
+    shards = [line["shards"] for line in given_back if line["event"] == "slot given back"]
+    assert any(each.get("read") for each in shards)
+    assert not any(each.keys() - {"read", "known", "too_old"} for each in shards)
 
 
 def test_nothing_survives_a_killed_launcher(run: Run) -> None:

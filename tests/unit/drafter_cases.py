@@ -47,6 +47,15 @@ def written(count: int = 48) -> tuple[Document, ...]:
     return tuple(document_of(piece) for piece in engine.take_pieces())
 
 
+@functools.cache
+def whole_answers(count: int = 12) -> tuple[Document, ...]:
+    """As `written`, but an answer is one document."""
+    engine = engine_cases.engine(policy(), batch=16, speculate_up_to=1)
+    engine.stream.chunk = 200
+    decode_all(engine, [engine_cases.request(number) for number in range(count)])
+    return tuple(document_of(piece) for piece in engine.take_pieces())
+
+
 def document(length: int, *, position: int = 0, prompt: int = 0, size: int = 64, first_token: int = 0) -> Document:
     """Feature t is t everywhere, token t is `first_token` + t: what was paired with what can be read off."""
     steps = torch.arange(length)

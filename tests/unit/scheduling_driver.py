@@ -82,10 +82,12 @@ class Driver:
         facts = {"trained": 2, "learner_s": after, "policy_version": step + 1}
         return self.tell(m.StepTrained(step=step, **facts, **self.stamp("learner", -1)))
 
-    def shard(self, number: int, *, step: int = 0, size: int = 10, held_out: bool = False) -> list[e.Command]:
+    def shard(
+        self, number: int, *, step: int = 0, size: int = 10, held_out: bool = False, worth: float = 0.0
+    ) -> list[e.Command]:
         blob = m.BlobRef(name=f"b{number}", size=size, sha256="")
-        facts: dict[str, Any] = {"slot": 0, "policy_version": 0, "documents": 1, "tokens": 5}
-        shard = m.HiddenShard(shard_id=f"h{number}", blob=blob, step=step, held_out=held_out, **facts)
+        facts: dict[str, Any] = {"slot": 0, "policy_version": step, "documents": 1, "tokens": 5}
+        shard = m.HiddenShard(shard_id=f"h{number}", blob=blob, step=step, held_out=held_out, worth=worth, **facts)
         return self.tell(shard)
 
     def holders(self) -> list[str | None]:

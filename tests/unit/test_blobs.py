@@ -45,6 +45,16 @@ def test_deleted_blob_is_missing(store: BlobStore):
     assert store.bytes_used() == 0
 
 
+def test_blobs_that_nobody_knows_are_removed_when_they_are_old(store: BlobStore):
+    for name in ("known", "orphan", "new"):
+        store.write(name, b"content")
+    (store.root / ".writing-half").write_bytes(b"con")
+    for name in ("known", "orphan", ".writing-half"):
+        os.utime(store.root / name, (0, 0))
+    assert store.remove_unknown({"known"}) == 2
+    assert sorted(path.name for path in store.root.iterdir()) == ["known", "new"]
+
+
 def test_rewritten_blob_fails_old_references(store: BlobStore):
     old = store.write("a", b"first")
     new = store.write("a", b"other")

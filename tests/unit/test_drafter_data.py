@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from safetensors.torch import load, save
 
-from tests.unit.drafter_cases import document, one_thread, policy  # noqa: F401
+from tests.unit.drafter_cases import config, document, one_thread, policy, whole_answers, written  # noqa: F401
 from tlt_pipeline.blobs import BlobStore
-from tlt_pipeline.drafter.batching import cut, pack, pack_rows, pair_weights, split_documents
+from tlt_pipeline.config import HiddenStatesConfig
+from tlt_pipeline.drafter.batching import cut, pack, pair_weights, split_documents
 from tlt_pipeline.drafter.buffer import DocumentBuffer
 from tlt_pipeline.drafter.intake import ShardIntake
 from tlt_pipeline.drafter.shards import Document, ShardInvalid, read_shard, write_shard
 from tlt_pipeline.messages import BlobRef, HiddenShard
+from tlt_pipeline.models.decoder import Decoder
+from tlt_pipeline.weights import WeightsMissing
 
 
 @pytest.fixture
@@ -24,6 +30,18 @@ def store(tmp_path: Path) -> BlobStore:
 
 def make_buffer(**settings) -> DocumentBuffer:
     return DocumentBuffer(**{"keep_steps": 2, "byte_limit": 1 << 30, "held_out_share": 0.1, "seed": 0, **settings})
+
+
+def make_intake(store: BlobStore, buffer: DocumentBuffer, **hidden_states) -> ShardIntake:
+    """Policy 0 is there, other versions are not."""
+
+    def load_policy(version: int) -> Decoder:
+        if version:
+            raise WeightsMissing(f"policy version {version} was pruned")
+        return policy()
+
+    settings = config().model_copy(update={"hidden_states": HiddenStatesConfig(source="recompute", **hidden_states)})
+    return ShardIntake(store, buffer, policy().config, settings, load_policy)
 
 
 def shard_of(blob: BlobRef, version: int = 0, held_out: bool = False) -> HiddenShard:
@@ -96,22 +114,12 @@ def test_last_pair_counts_only_inside_the_answer() -> None:
 def test_packing_restarts_positions_and_keeps_documents_apart() -> None:
     documents = [document(4, position=9), document(9, first_token=20), document(5, first_token=50), document(3)]
     batch = pack(documents)
-    assert batch.next_tokens_RW.shape == (3, 8)  # 8 / 4 + 3 / 2 pairs, first fit by falling length
+    assert batch.next_tokens_RW.shape == (1, 3 + 8 + 4 + 2)  # no padding
     for index, wanted in enumerate(documents):
         inside = batch.documents_RW == index
         assert batch.positions_RW[inside].tolist() == list(range(wanted.position, wanted.position + len(wanted) - 1))
         assert batch.offsets_RW[inside].tolist() == list(range(len(wanted) - 1))
         assert batch.next_tokens_RW[inside].tolist() == wanted.token_ids[1:].tolist()
-    padding = batch.documents_RW == -1
-    assert batch.weight_RW[padding].sum() == 0
-
-
-def test_rows_are_filled() -> None:
-    lengths = [30, 5, 12, 18, 3, 9, 21, 7, 14, 2] * 10
-    rows = pack_rows(lengths)
-    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
-    assert all(sum(lengths[index] for index in row) <= 30 for row in rows)
-    assert sum(lengths) / (30 * len(rows)) > 0.95
 
 
 def test_cutting_a_long_document_loses_no_pair() -> None:
@@ -165,6 +173,41 @@ def test_every_document_comes_once_an_epoch_and_new_ones_first() -> None:
     assert len(buffer.draw(3)) == 1  # a document above the limit still comes
 
 
+def test_batches_are_filled_whatever_the_lengths() -> None:
+    """Long-tailed lengths, in batches of little more than the longest: at least 90 % of a batch are tokens."""
+    buffer = make_buffer()
+    buffer.add([document(10)], 0, held_out=True)
+    random = Random(0)
+    lengths = [min(8 + int(random.lognormvariate(3.4, 0.8)), 400) for _ in range(400)]
+    buffer.add([document(length, size=1) for length in lengths], 0, held_out=False)
+    drawn = [buffer.draw(512) for _ in range(60)]
+    filled = [sum(map(len, documents)) for documents in drawn]
+    assert max(filled) <= 512
+    assert sum(filled) / (512 * len(filled)) > 0.9
+    assert all(len(set(map(id, documents))) == len(documents) for documents in drawn)
+
+
+def test_long_answers_of_the_step_before_are_preferred() -> None:
+    """The current step has short ones so far: all of them, and the long ones of the step before, come twice as often
+    as what is short and old."""
+    buffer = make_buffer()
+    buffer.add([document(10)], 0, held_out=True)
+    buffer.add([document(length) for length in (10, 11, 60, 61)], 0, held_out=False)
+    buffer.add([document(length) for length in (12, 13, 14)], 1, held_out=False)
+    times = Counter(len(buffer.draw(1)[0]) for _ in range(60))
+    assert sum(times.values()) == 60
+    assert all(times[long] == pytest.approx(2 * times[short], abs=2) for long in (60, 61) for short in (10, 11))
+    assert all(times[new] == pytest.approx(times[60], abs=2) for new in (12, 13, 14))
+
+
+def test_above_its_bytes_the_short_ones_of_the_oldest_version_go() -> None:
+    buffer = make_buffer(byte_limit=(60 + 50 + 5) * 64 * 4)
+    buffer.add([document(10)], 0, held_out=True)
+    buffer.add([document(length) for length in (60, 20, 50)], 0, held_out=False)
+    buffer.add([document(5)], 1, held_out=False)
+    assert sorted(len(each) for each in buffer.draw(1000)) == [5, 60]  # held-out ones stay, so 50 had to go as well
+
+
 def test_held_out_documents_are_never_drawn() -> None:
     buffer = make_buffer()
     buffer.add([document(10, first_token=500)], 0, held_out=True)
@@ -204,7 +247,7 @@ def test_documents_without_a_pair_are_left_out() -> None:
 
 def test_unusable_shards_are_dropped_with_their_reason(store: BlobStore) -> None:
     buffer = make_buffer()
-    intake = ShardIntake(store, buffer, policy().config, longest=256)
+    intake = make_intake(store, buffer)
     good = shard_of(write_shard(store, [document(10)], "good"), version=5)
     gone = shard_of(write_shard(store, [document(10)], "gone"), version=5)
     store.delete("gone")
@@ -215,7 +258,59 @@ def test_unusable_shards_are_dropped_with_their_reason(store: BlobStore) -> None
     vocabulary = shard_of(write_shard(store, [document(10, first_token=100)], "vocabulary"), version=5)
     beyond = shard_of(write_shard(store, [document(10, position=250)], "beyond"), version=5)
     old = shard_of(write_shard(store, [document(10)], "old"), version=3)
-    assert intake.take([good, gone, torn, text, other, vocabulary, beyond]) == 1
-    assert intake.take([good, old]) == 0
+    assert intake.take([good, gone, torn, text, other, vocabulary, beyond]) == []
+    assert intake.take([good, old]) == []
     assert intake.counts == {"read": 1, "missing": 1, "corrupt": 1, "invalid": 4, "known": 1, "too_old": 1}
     assert len(buffer) == 1
+
+
+def test_shards_left_by_a_stop_are_taken_later(store: BlobStore) -> None:
+    buffer, intake = make_buffer(), make_intake(store, make_buffer())
+    shards = [shard_of(write_shard(store, [document(10)], f"s{number}")) for number in range(3)]
+    assert intake.take(shards, should_stop=lambda: True) == shards
+    intake = make_intake(store, buffer)
+    assert intake.take(shards, should_stop=lambda: intake.counts["read"] == 2) == shards[2:]
+    assert intake.take(shards) == []
+    assert intake.counts == {"read": 3, "known": 2}
+
+
+# --- recomputing --------------------------------------------------------------------------------------------------
+
+
+def test_recomputed_states_are_those_that_the_rollout_had(store: BlobStore) -> None:
+    """Tokens alone go into the shard; what comes out is what was streamed, in bfloat16."""
+    wanted = whole_answers()
+    alone = [replace(each, hidden=each.hidden[:, :0]) for each in wanted]
+    buffer = make_buffer(byte_limit=1 << 30)
+    buffer.add([document(10)], 0, held_out=True)
+    intake = make_intake(store, buffer)
+    blob = write_shard(store, alone, "tokens")
+    assert blob.size < 0.2 * write_shard(store, wanted, "states").size
+    stopped = intake.take([shard_of(blob)], should_stop=iter([False, False, True]).__next__)
+    assert len(stopped) == 1 and not len(buffer)  # in the middle of it
+    assert intake.take(stopped) == [] and intake.counts == {"read": 1}
+    found = {tuple(each.token_ids.tolist()): each for each in buffer.draw(1 << 20)}
+    for each in wanted:
+        back = found[tuple(each.token_ids.tolist())]
+        assert torch.equal(back.loss_mask, each.loss_mask)
+        torch.testing.assert_close(back.hidden, each.hidden, atol=0.02, rtol=0.02)
+
+
+def test_of_a_long_answer_the_part_to_be_trained_on_is_kept(store: BlobStore) -> None:
+    (whole,) = sorted(whole_answers(), key=len)[-1:]
+    mask = torch.zeros(len(whole), dtype=torch.uint8)
+    mask[20:28] = 1
+    part = Document(whole.token_ids[:28], whole.hidden[:28, :0], mask[:28], 0)
+    buffer = make_buffer()
+    buffer.add([document(10)], 0, held_out=True)
+    make_intake(store, buffer, tokens_per_answer=8).take([shard_of(write_shard(store, [part], "part"))])
+    (kept,) = buffer.draw(1000)
+    assert (kept.position, len(kept), kept.loss_mask.tolist()) == (19, 9, [0] + 8 * [1])
+    torch.testing.assert_close(kept.hidden, whole.hidden[19:28], atol=0.02, rtol=0.02)
+
+
+def test_without_the_policy_that_wrote_it_a_shard_is_dropped_with_the_reason(store: BlobStore) -> None:
+    alone = replace(whole_answers()[0], hidden=whole_answers()[0].hidden[:, :0])
+    intake = make_intake(store, make_buffer())
+    assert intake.take([shard_of(write_shard(store, [alone], "tokens"), version=7)]) == []
+    assert intake.counts == {"policy_missing": 1}

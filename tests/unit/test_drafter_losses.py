@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,7 @@ from torch import Tensor
 
 from tests.unit.drafter_cases import DEPTH, document, one_thread, policy, written  # noqa: F401
 from tlt_pipeline.drafter import losses
-from tlt_pipeline.drafter.batching import pack
+from tlt_pipeline.drafter.batching import Batch, pack
 from tlt_pipeline.drafter.evaluation import evaluate, expected_passes
 from tlt_pipeline.drafter.losses import FrozenParts, feature_loss, soft_cross_entropy
 from tlt_pipeline.drafter.shards import Document
@@ -76,25 +79,40 @@ def test_feature_loss_does_not_depend_on_the_features_size() -> None:
 
 
 def losses_of(drafter: EagleDrafter, frozen: FrozenParts, documents: list[Document]) -> Tensor:
-    batch = pack(documents)
+    return loss_of_batch(drafter, frozen, pack(documents))
+
+
+def loss_of_batch(drafter: EagleDrafter, frozen: FrozenParts, batch: Batch) -> Tensor:
     predicted = unroll(drafter, frozen.embedding, batch, 1).flatten(0, 2)
     targets, weight = batch.targets_RWC.flatten(0, 1), batch.weight_RW.flatten()
     return soft_cross_entropy(predicted, targets, weight, frozen)
 
 
-def test_packed_documents_train_like_single_ones(frozen: FrozenParts) -> None:
+def in_double(batch: Batch) -> Batch:
+    wide = {name: tensor.double() for name, tensor in vars(batch).items() if name in ("hidden_RWC", "targets_RWC")}
+    return replace(batch, **wide)
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
+def test_packed_documents_train_like_single_ones(frozen: FrozenParts, double: bool) -> None:
     """Loss and gradients of a packed batch equal the sums over documents by themselves, within 1e-5."""
     drafter = drafter_from_policy(policy())
+    if double:
+        drafter, wide = drafter.double(), copy.deepcopy(frozen.norm).double()
+        frozen = replace(frozen, embedding=frozen.embedding.double(), norm=wide, head=frozen.head.double())
     documents = [each for each in written() if len(each) > 2][:24]
     parameters = list(drafter.parameters())
-    packed = losses_of(drafter, frozen, documents)
-    single = torch.stack([losses_of(drafter, frozen, [each]) for each in documents]).sum()
-    count = sum(pack([each]).weight_RW.sum() for each in documents)
+    whole, parts = pack(documents), [pack([each]) for each in documents]
+    if double:
+        whole, parts = in_double(whole), [in_double(part) for part in parts]
+    packed = loss_of_batch(drafter, frozen, whole)
+    single = torch.stack([loss_of_batch(drafter, frozen, part) for part in parts]).sum()
+    count = whole.weight_RW.sum()
     torch.testing.assert_close(packed / count, single / count, atol=1e-5, rtol=1e-5)
     for one, other in zip(
         torch.autograd.grad(packed / count, parameters), torch.autograd.grad(single / count, parameters), strict=True
     ):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
 def test_unrolled_steps_equal_drafting_one_token_after_the_other(frozen: FrozenParts) -> None:

@@ -17,7 +17,16 @@ from tlt_kernels import dispatch, gateway
 from tlt_kernels.dispatch import TAKEN
 from tlt_pipeline.engine.proposals import chain_proposals
 
-KERNELS = ("noise", "sampling_draw", "draft_topk", "tree_accept", "kv_compact", "matmul", "attention")
+KERNELS = (
+    "noise",
+    "sampling_draw",
+    "draft_topk",
+    "tree_accept",
+    "kv_compact",
+    "matmul",
+    "attention",
+    "soft_cross_entropy",
+)
 MOST_REGISTERS, MOST_SHARED = 255, 163 * 1024
 """Of a thread, on every NVIDIA GPU; bytes of a program, on an A100."""
 
@@ -38,6 +47,7 @@ def call_all(device: str, **path: dispatch.Path) -> Counter[tuple[str, str]]:
     dispatch.linear(case[0], case[0], **path)
     look = nodes[:, 0], ints[:, 0], nodes, nodes[:, 0]
     dispatch.attention(torch.ones(2, 2, 16, device=device), *cache[0], *look, **path)
+    dispatch.soft_cross_entropy(case[0], case[0].clone(), torch.ones(2, device=device), **path)
     return TAKEN - before
 
 

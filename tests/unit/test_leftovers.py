@@ -10,7 +10,7 @@ from tiny import tiny_settings
 from tlt_pipeline.blobs import hidden_states_root
 from tlt_pipeline.config import ConfigError, RunConfig
 from tlt_pipeline.rundir import RunDir, RunDirError
-from tlt_services.leftovers import claim_shards, remove_shards, sole_launcher
+from tlt_services.leftovers import claim_shards, holding_shards, remove_shards, sole_launcher
 
 
 @pytest.fixture
@@ -42,6 +42,18 @@ def test_only_shards_of_runs_that_are_gone_are_removed(tmp_path: Path, config: R
         assert not of_killed.exists()
         remove_shards(config, alive)
         assert sorted(path.name for path in of_alive.parent.iterdir()) == ["next", "next.run", "nobody-knows"]
+
+
+def test_a_stopped_run_has_its_shards_again_when_it_is_resumed(tmp_path: Path, config: RunConfig) -> None:
+    run, shards = make_run(tmp_path, config, "stopped")
+    (shards / ".writing-half").write_bytes(b"sta")
+    with holding_shards(config, run):
+        pass
+    assert not shards.exists() and [path.name for path in run.blobs.iterdir()] == ["a-shard"]
+    with holding_shards(config, run):
+        assert (shards / "a-shard").read_bytes() == b"states" and not list(run.blobs.iterdir())
+        (shards / "a-shard").unlink()  # the run is over
+    assert not shards.exists() and not list(run.blobs.iterdir())
 
 
 def test_a_folder_that_cannot_be_made_is_named_with_its_setting(tmp_path: Path, config: RunConfig) -> None:

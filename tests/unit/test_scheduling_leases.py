@@ -227,6 +227,19 @@ def test_the_shard_buffer_keeps_to_its_steps_and_its_quota() -> None:
     }
 
 
+def test_above_the_quota_recent_versions_and_worthier_shards_stay() -> None:
+    run = Driver(keep_steps=3, bytes_quota=45)
+    run.start()
+    for number, step, worth in ((1, 1, 5.0), (2, 1, 9.0), (3, 1, 1.0), (4, 0, 99.0)):
+        run.shard(number, step=step, worth=worth)
+    assert not run.look(e.DropShards)
+    run.shard(5, step=2)
+    assert run.look(e.DropShards) == [e.DropShards(("b4",), "over_bytes_quota")]
+    run.shard(6, step=2, size=20)
+    assert run.look(e.DropShards) == [e.DropShards(("b1", "b3"), "over_bytes_quota")]
+    assert [shard.shard_id for shard in run.state.shards] == ["h2", "h5", "h6"]
+
+
 def test_shards_whose_blobs_are_gone_after_a_restart_are_forgotten() -> None:
     run = Driver()
     run.start()

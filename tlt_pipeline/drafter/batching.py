@@ -9,16 +9,21 @@ That distribution is the one token t+2 is drawn from, so pair t counts exactly i
 The last pair's token t+2 lies behind the document: it counts if token t+1 belongs to the answer (an answer's
 last document ends with the last token the policy read, which is the one before the stop token).
 
-Documents are packed into rows of equal width, first fit by falling length. Attention stays inside a document and
-positions restart with each. Shapes: R = rows, W = width, C = hidden size.
+A batch is one row of documents laid end to end, as wide as they are: what is done a token (products, norms, losses)
+has no padding, and attention is computed document by document (DocumentAttention), which costs the sum of the squared
+lengths instead of the squared width; positions restart with each document. Measured on the quickstart's answers (mean
+63 tokens, longest 387, rows of 512, one thread), tokens trained a second against this: one masked row 0.77, rows as
+wide as the longest document 0.76, a row a document (padded) 0.46. Shapes: R = rows (1), W = width, C = hidden size,
+H = query heads, K = key/value heads, D = head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_pipeline.drafter.shards import Document
@@ -26,8 +31,10 @@ from tlt_pipeline.drafter.shards import Document
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed pairs. Padding belongs to document -1, has weight 0 and sees only padding."""
+    """Packed pairs."""
 
+    lengths: tuple[int, ...]
+    """Pairs of each document, in the order of the row."""
     next_tokens_RW: Tensor
     """int64: x[t+1]"""
     hidden_RWC: Tensor
@@ -39,12 +46,26 @@ class Batch:
     offsets_RW: Tensor
     """int64: t, the place in the document"""
     documents_RW: Tensor
-    """int64: which document; -1: padding"""
+    """int64: which document"""
     weight_RW: Tensor
     """float32: 1 where the pair counts"""
 
     def to(self, device: str | torch.device) -> Batch:
-        return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
+
+
+class DocumentAttention:
+    """Causal attention inside each document of a row."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [R, W, H, D], k and v [R, W, K, D] -> [R, W, H, D]."""
+        parts = zip(*(each.transpose(1, 2).split(self.lengths, 2) for each in (q, k, v)), strict=True)
+        read = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts]
+        return torch.cat(read, 2).transpose(1, 2)
 
 
 def cut(document: Document, limit: int) -> list[Document]:
@@ -69,45 +90,26 @@ def count_pairs(document: Document) -> int:
     return int(pair_weights(document.loss_mask).sum()) if len(document) > 1 else 0
 
 
-def pack_rows(lengths: Sequence[int]) -> list[list[int]]:
-    """First fit by falling length into rows as wide as the longest: indices of each row's documents."""
-    width = max(lengths)
-    rows: list[list[int]] = []
-    free: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        row = next((row for row, left in enumerate(free) if left >= lengths[index]), None)
-        if row is None:
-            row = len(rows)
-            rows.append([])
-            free.append(width)
-        rows[row].append(index)
-        free[row] -= lengths[index]
-    return rows
-
-
 def pack(documents: Sequence[Document]) -> Batch:
-    """One batch of all these documents (each of two tokens or more)."""
-    lengths = [len(document) - 1 for document in documents]
-    rows, width = pack_rows(lengths), max(lengths)
-    shape = (len(rows), width)
-    tokens, positions, offsets = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
-    owners, weight = torch.full(shape, -1), torch.zeros(shape)
-    hidden = torch.zeros(*shape, documents[0].hidden.shape[1])
-    targets = torch.zeros_like(hidden)
-    for row, members in enumerate(rows):
-        low = 0
-        for index in members:
-            document, place = documents[index], (row, slice(low, low + lengths[index]))
-            steps = torch.arange(lengths[index])
-            tokens[place] = document.token_ids[1:].to(torch.int64)
-            hidden[place] = document.hidden[:-1].to(torch.float32)
-            targets[place] = document.hidden[1:].to(torch.float32)
-            positions[place] = document.position + steps
-            offsets[place] = steps
-            owners[place] = index
-            weight[place] = pair_weights(document.loss_mask)
-            low += lengths[index]
-    return Batch(tokens, hidden, targets, positions, offsets, owners, weight)
+    """One row of all these documents (each of two tokens or more)."""
+    lengths = tuple(len(document) - 1 for document in documents)
+    steps = [torch.arange(length) for length in lengths]
+    positions = [document.position + step for document, step in zip(documents, steps, strict=True)]
+    owners = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return Batch(
+        lengths,
+        _row([document.token_ids[1:] for document in documents]).to(torch.int64),
+        _row([document.hidden[:-1] for document in documents]).to(torch.float32),
+        _row([document.hidden[1:] for document in documents]).to(torch.float32),
+        _row(positions),
+        _row(steps),
+        owners.unsqueeze(0),
+        _row([pair_weights(document.loss_mask) for document in documents]),
+    )
+
+
+def _row(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts).unsqueeze(0)
 
 
 def split_documents(documents: Sequence[Document], limit: int) -> Iterator[list[Document]]:

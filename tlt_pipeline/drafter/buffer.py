@@ -1,31 +1,48 @@
 """The drafter's training data: bounded, outliving steps, held-out documents apart.
 
 Documents come with the policy version that wrote them. Age is counted in those versions (one an RL step): the newest
-`keep_steps` of them stay, so that a lease at the start of a step still trains on the step before, whose long answers
-the current one doesn't have yet. Above the byte limit the oldest go first.
+`keep_steps` of them stay, so that a lease trains on what its step has written so far and on the step before. What a
+step has written so far are its short answers: the long ones of the steps before stand in for those that it doesn't
+have yet, and are drawn more often than the short ones (one-step-off sampling; TLT, arXiv 2511.16665, spot trainer).
+Above the byte limit the oldest go first, of one version the shortest.
 """
 
 from __future__ import annotations
 
+import heapq
 import random
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from statistics import median
 
 from tlt_pipeline.drafter.batching import count_pairs
 from tlt_pipeline.drafter.shards import Document
 
+PREFERRED = 2
+"""Documents of the newest version, and long ones of those before, are drawn so many times as often as the others."""
+LOOK_AHEAD = 32
+"""Documents that may be put off for one that still fits into a batch. Measured on the quickstart's answers, of a batch
+of 512 tokens is filled: 0.86 without, 0.97 from 8 on, 0.98 with 32."""
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False)
 class _Entry:
     document: Document
     policy_version: int
+    turn: float = 0.0
+    """Smaller ones are drawn first."""
+    alive: bool = True
 
     @property
     def size(self) -> int:
         hidden = self.document.hidden
         return hidden.numel() * hidden.element_size()
+
+    @property
+    def reach(self) -> int:
+        """How long its answer is, with the prompt, at least."""
+        return self.document.position + len(self.document)
 
 
 class DocumentBuffer:
@@ -38,7 +55,13 @@ class DocumentBuffer:
         self._random = random.Random(seed)
         self._training: list[_Entry] = []
         self._held_out: list[_Entry] = []
-        self._queue: deque[_Entry] = deque()
+        self._queue: list[tuple[float, float, _Entry]] = []
+        """A heap: turn, and a number that shuffles those of one turn, with the newest arrivals in front."""
+        self._arrivals = 0
+        self._clock = 0.0
+        """The turn that the last batch began with."""
+        self._long = 0.0
+        """Of older documents, those that reach farther are preferred."""
         self.newest_version = -1
         self.held_out_changes = 0
         """Grows when the held-out set changes: what was measured on it before no longer compares."""
@@ -73,33 +96,44 @@ class DocumentBuffer:
             apart = max(1, round(len(entries) * self._held_out_share))
             self._add_held_out(entries[:apart])
             entries = entries[apart:]
+        self.newest_version = max(self.newest_version, policy_version)
         if held_out:
             self._add_held_out(entries)
         else:
             self._training += entries
-            fresh = list(entries)
-            self._random.shuffle(fresh)
-            self._queue.extendleft(fresh)
-        self.newest_version = max(self.newest_version, policy_version)
         self._evict()
+        self._set_bar()
+        if not held_out:
+            self._arrivals += 1
+            for entry in entries:
+                entry.turn = self._clock
+                self._push(entry, ahead=self._arrivals)
         return len(useful)
 
     def draw(self, tokens: int) -> list[Document]:
-        """Different documents of at most `tokens` tokens, but at least one. [] if there are none."""
-        drawn: list[Document] = []
-        size = 0
-        while self._training:
-            if not self._queue:
-                if drawn:
-                    break
-                self._queue.extend(self._random.sample(self._training, len(self._training)))
-            document = self._queue[0].document
-            if drawn and size + len(document) > tokens:
-                break
-            drawn.append(document)
-            size += len(document)
-            self._queue.popleft()
-        return drawn
+        """Different documents of at most `tokens` tokens, but at least one. [] if there are none. What doesn't fit is
+        put off for the next ones that do."""
+        drawn: list[_Entry] = []
+        put_off: list[tuple[float, float, _Entry]] = []
+        left = tokens
+        while self._queue and left > 0 and len(put_off) < LOOK_AHEAD:
+            first = heapq.heappop(self._queue)
+            entry = first[2]
+            if not entry.alive:
+                continue
+            if drawn and len(entry.document) > left:
+                put_off.append(first)
+                continue
+            drawn.append(entry)
+            left -= len(entry.document)
+        if drawn:
+            self._clock = drawn[0].turn
+        for each in put_off:
+            heapq.heappush(self._queue, each)
+        for entry in drawn:
+            entry.turn += self._interval(entry)
+            self._push(entry)
+        return [entry.document for entry in drawn]
 
     def held_out(self, tokens: int) -> list[Document]:
         """The same documents at each call until `held_out_changes` grows: about `tokens` tokens, taken in turn from
@@ -122,6 +156,21 @@ class DocumentBuffer:
                 size += len(document)
         return chosen
 
+    def _interval(self, entry: _Entry) -> float:
+        """Turns until it is drawn again."""
+        preferred = entry.policy_version == self.newest_version or entry.reach > self._long
+        return 1.0 / PREFERRED if preferred else 1.0
+
+    def _set_bar(self) -> None:
+        """Long is what reaches farther than most of what the newest version has written so far."""
+        reaches = [entry.reach for entry in self._training if entry.policy_version == self.newest_version]
+        if reaches:
+            self._long = median(reaches)
+
+    def _push(self, entry: _Entry, ahead: int = 0) -> None:
+        if entry.alive:
+            heapq.heappush(self._queue, (entry.turn, self._random.random() - ahead, entry))
+
     def _add_held_out(self, entries: list[_Entry]) -> None:
         if entries:
             self._held_out += entries
@@ -133,19 +182,19 @@ class DocumentBuffer:
         training = [entry for entry in self._training if entry.policy_version >= oldest]
         held_out = [entry for entry in self._held_out if entry.policy_version >= oldest]
         excess = sum(entry.size for entry in (*training, *held_out)) - self._byte_limit
-        training, excess = _drop_oldest(training, excess)
-        held_out, excess = _drop_oldest(held_out, excess)
+        training, excess = _drop_least(training, excess)
+        held_out, excess = _drop_least(held_out, excess)
         if len(held_out) < len(self._held_out):
             self.held_out_changes += 1
-        if len(training) < len(self._training):
-            alive = set(map(id, training))
-            self._queue = deque(entry for entry in self._queue if id(entry) in alive)
+        kept = set(map(id, training))
+        for entry in self._training:
+            entry.alive = id(entry) in kept
         self._training, self._held_out = training, held_out
 
 
-def _drop_oldest(entries: list[_Entry], excess: int) -> tuple[list[_Entry], int]:
+def _drop_least(entries: list[_Entry], excess: int) -> tuple[list[_Entry], int]:
     """All but one may go -> what stays, and the bytes still too many."""
-    kept = sorted(entries, key=lambda entry: entry.policy_version)
+    kept = sorted(entries, key=lambda entry: (entry.policy_version, entry.reach))
     gone = 0
     while excess > 0 and gone < len(kept) - 1:
         excess -= kept[gone].size

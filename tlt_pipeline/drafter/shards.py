@@ -3,7 +3,8 @@
 A shard is one safetensors blob of several documents laid end to end (T = its tokens, C = hidden size):
 
 - `token_ids` int32 [T]
-- `hidden` [T, C], in the engine's dtype: the policy's feature *after reading* token t, before the final norm
+- `hidden` [T, C], bfloat16: the policy's feature *after reading* token t, before the final norm; [T, 0] where the
+  trainer is to compute it (`hidden_states.source: recompute`)
 - `loss_mask` uint8 [T]: 1 where token t belongs to the answer
 - `starts` int32 [documents]: offset in T of each document
 - `positions` int32 [documents]: absolute position, in its answer's sequence, of each document's first token
@@ -45,7 +46,7 @@ class Document:
     token_ids: Tensor
     """int32 [T]"""
     hidden: Tensor
-    """[T, C]: the policy's feature after reading token t, before the final norm."""
+    """[T, C]: the policy's feature after reading token t, before the final norm. [T, 0]: to be recomputed."""
     loss_mask: Tensor
     """uint8 [T]: 1 where token t belongs to the answer."""
     position: int
@@ -89,13 +90,7 @@ def read_shard(store: BlobStore, ref: BlobRef) -> list[Document]:
 
 
 def _split(tensors: dict[str, Tensor]) -> list[Document]:
-    expected = {
-        "token_ids": torch.int32,
-        "loss_mask": torch.uint8,
-        "starts": torch.int32,
-        "positions": torch.int32,
-    }
-    for name, dtype in expected.items():
+    for name, dtype in VECTORS.items():
         if name not in tensors or tensors[name].dtype != dtype or tensors[name].ndim != 1:
             raise ShardInvalid(f"shard tensor {name!r} is missing or no one-dimensional {dtype}")
     hidden = tensors.get("hidden")

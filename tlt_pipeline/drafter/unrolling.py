@@ -4,17 +4,19 @@ While drafting, only the first proposal sees the policy's feature; from the seco
 that it predicted itself. EAGLE-3 (arXiv 2503.01840, section 3) and HASS (arXiv 2408.15766) train on that. All
 positions at once: step j's input at place s is what step j-1 predicted from place s-1. Its query sees step 1's keys
 (true features) up to place s-j+1, and of every later step i ≤ j the one key at place s-j+i, just as the drafter's KV
-cache holds them. Shapes: S = steps, R = rows, W = width, H = query heads, K = key/value heads, D = head size,
+cache holds them. Shapes: S = steps, R = rows (1), W = width, H = query heads, K = key/value heads, D = head size,
 C = hidden size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_pipeline.drafter.batching import Batch
+from tlt_pipeline.drafter.batching import Batch, DocumentAttention
 from tlt_pipeline.models.decoder import Ops
 from tlt_pipeline.models.drafter import EagleDrafter
 
@@ -22,38 +24,43 @@ from tlt_pipeline.models.drafter import EagleDrafter
 class UnrolledAttention:
     """Attention for consecutive calls, one a step, inside documents. It remembers each step's keys and values."""
 
-    def __init__(self, documents_RW: Tensor) -> None:
-        width = documents_RW.shape[1]
-        self.same_RWW = documents_RW.unsqueeze(2) == documents_RW.unsqueeze(1)
-        places = torch.arange(width, device=documents_RW.device)
-        self.back_WW = places.unsqueeze(1) - places
-        """How many places the key is behind the query."""
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """`lengths`: of the documents of the row."""
+        self.lengths = list(lengths)
+        self._first = DocumentAttention(lengths)
+        self._keys: list[tuple[Tensor, ...]] = []
+        self._values: list[tuple[Tensor, ...]] = []
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [R, W, H, D], k and v [R, W, K, D] -> [R, W, H, D]."""
-        self.keys.append(k.transpose(1, 2))
-        self.values.append(v.transpose(1, 2))
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            torch.cat(self.keys, 2),
-            torch.cat(self.values, 2),
-            attn_mask=self._mask().unsqueeze(1),
-            enable_gqa=q.shape[-2] != k.shape[-2],
-        )
-        return out.transpose(1, 2)
+        self._keys.append(k.transpose(1, 2).split(self.lengths, 2))
+        self._values.append(v.transpose(1, 2).split(self.lengths, 2))
+        if len(self._keys) == 1:
+            return self._first(layer, q, k, v)
+        read = [
+            F.scaled_dot_product_attention(
+                query,
+                torch.cat([keys[document] for keys in self._keys], 2),
+                torch.cat([values[document] for values in self._values], 2),
+                attn_mask=_look_back(query.shape[2], len(self._keys), query.device),
+                enable_gqa=True,
+            )
+            for document, query in enumerate(q.transpose(1, 2).split(self.lengths, 2))
+        ]
+        return torch.cat(read, 2).transpose(1, 2)
 
-    def _mask(self) -> Tensor:
-        """[R, W, steps so far × W], True where the newest step's query may look."""
-        step = len(self.keys)
-        blocks = [self.back_WW >= step - 1] + [self.back_WW == step - index for index in range(2, step + 1)]
-        return torch.cat([self.same_RWW & block for block in blocks], -1)
+
+def _look_back(length: int, step: int, device: torch.device) -> Tensor:
+    """[length, step × length], True where step `step`'s query may look."""
+    places = torch.arange(length, device=device)
+    back = places.unsqueeze(1) - places  # how many places the key is behind the query
+    blocks = [back >= step - 1] + [back == step - index for index in range(2, step + 1)]
+    return torch.cat(blocks, -1)
 
 
 def unroll(drafter: EagleDrafter, embedding: Tensor, batch: Batch, steps: int) -> Tensor:
     """Predicted features of `steps` steps, [S, R, W, C]: step j's at place s predicts targets_RWC at s."""
-    attend = UnrolledAttention(batch.documents_RW)
+    attend = UnrolledAttention(batch.lengths)
     next_RWC = F.embedding(batch.next_tokens_RW, embedding)
     inputs_RWC = batch.hidden_RWC
     starts_RW1 = (batch.offsets_RW == 0).unsqueeze(-1)

@@ -32,3 +32,5 @@ class FeaturePiece:
     tokens_T: Tensor
     features_TC: Tensor
     answer_from: int
+    rejections: int = 0
+    """Verify passes in it that ended at a wrong proposal."""

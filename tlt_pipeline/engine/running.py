@@ -29,6 +29,8 @@ class Running:
     drafter_versions: list[int] = field(default_factory=list)
     streamed: int = 0
     """Positions whose features left already."""
+    rejections: int = 0
+    """Passes since then that ended at a wrong proposal."""
 
     @property
     def remaining(self) -> int:
@@ -40,6 +42,7 @@ class Running:
             return
         self.drafts += 1
         self.drafted += proposed
+        self.rejections += accepted < min(proposed, depth)
         self.accepted_by_position.extend([0] * max(depth - len(self.accepted_by_position), 0))
         for position in range(accepted):
             self.accepted_by_position[position] += 1

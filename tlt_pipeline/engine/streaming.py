@@ -48,6 +48,7 @@ class FeatureStream:
                 tokens_T=batch.tokens_RL[row, start:end].clone(),
                 features_TC=features_TC,
                 answer_from=max(len(running.prompt), start),
+                rejections=running.rejections,
             )
         )
-        running.streamed = end
+        running.streamed, running.rejections = end, 0

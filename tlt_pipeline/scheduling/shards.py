@@ -31,6 +31,8 @@ def take_shard(state: State, shard: HiddenShard) -> State:
         step=shard.step,
         held_out=shard.held_out,
         body=encode(shard),
+        policy_version=shard.policy_version,
+        worth=shard.worth,
     )
     return replace(state, shards=(*state.shards, entry), shards_seen=number)
 
@@ -61,14 +63,19 @@ def _evict_old(state: State) -> tuple[State, list[Command]]:
 
 
 def _evict_over_quota(state: State) -> tuple[State, list[Command]]:
+    """Those of the oldest policy version first, of one version those worth least; held-out ones last."""
     over = sum(shard.size for shard in state.shards) - state.settings.bytes_quota
     doomed: set[int] = set()
-    for shard in sorted(state.shards, key=lambda shard: (shard.held_out, shard.step, shard.number)):
+    for shard in sorted(state.shards, key=_value):
         if over <= 0:
             break
         doomed.add(shard.number)
         over -= shard.size
     return _drop(state, lambda shard: shard.number in doomed, "over_bytes_quota")
+
+
+def _value(shard: Shard) -> tuple[bool, int, float, int]:
+    return shard.held_out, shard.policy_version, shard.worth, shard.number
 
 
 def _drop(state: State, goes: Callable[[Shard], bool], reason: str) -> tuple[State, list[Command]]:

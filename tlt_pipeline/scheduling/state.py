@@ -156,6 +156,8 @@ class Shard:
     step: int
     held_out: bool
     body: bytes
+    policy_version: int = 0
+    worth: float = 0.0
 
 
 @dataclass(frozen=True)
