@@ -240,7 +240,7 @@ class WorkerIdle(WorkerEvent):
 
 class WorkerYielded(WorkerEvent):
     """A drafter trainer gave its slot back. `seconds`: from the Yield command to here; `reason`: recalled, no_data,
-    budget, error: …"""
+    budget_…, error: …; `counts`: what it left undone, or decided, since it last said so."""
 
     kind: Literal["worker_yielded"] = "worker_yielded"
     lease: int
@@ -248,6 +248,7 @@ class WorkerYielded(WorkerEvent):
     trained_s: float
     tokens_trained: int
     reason: str
+    counts: dict[str, int] = {}
 
 
 class StepTrained(WorkerEvent):

@@ -172,15 +172,17 @@ class Account:
     """What happened since the last finished step. `used_s` never exceeds `idle_s`, summed from the start of
     the run.
 
-    `unused_s`: idle seconds in which no drafter held the slot, by reason. `counts`: what was skipped, late
-    or lost."""
+    `unused_s`: idle seconds in which no drafter held the slot, by reason. `yield_seconds`: what each order to give a
+    slot back took. `drafter_wait_s`: the learner could have begun, but for a slot that a drafter trainer held.
+    `counts`: what was skipped, late or lost."""
 
     idle_s: float = 0.0
     used_s: float = 0.0
     unused_s: Mapping[str, float] = field(default_factory=dict[str, float])
     drafter_tokens: int = 0
     yields: int = 0
-    yield_s: float = 0.0
+    yield_seconds: tuple[float, ...] = ()
+    drafter_wait_s: float = 0.0
     drafter_versions: int = 0
     dead_letters: int = 0
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
