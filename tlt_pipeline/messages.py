@@ -302,6 +302,16 @@ class LeaseRecalled(Message):
     sent_at: float
 
 
+class DrafterRolledBack(Message):
+    """Rollouts accept clearly less of drafter `version` than of the one before: publish the weights of version `to`
+    again, as a new version."""
+
+    kind: Literal["drafter_rolled_back"] = "drafter_rolled_back"
+    slot: int
+    version: int
+    to: int
+
+
 class TrainStep(Message):
     """The learner's order: these completions (by request id), at this policy version, are step `step`."""
 
@@ -334,6 +344,7 @@ AnyMessage = (
     | LeaseGranted
     | ShardsAssigned
     | LeaseRecalled
+    | DrafterRolledBack
     | TrainStep
     | Shutdown
 )

@@ -18,6 +18,7 @@ def event_of(message: m.AnyMessage) -> e.Event:
             | m.LeaseGranted()
             | m.ShardsAssigned()
             | m.LeaseRecalled()
+            | m.DrafterRolledBack()
             | m.TrainStep()
             | m.Shutdown()
         ):
