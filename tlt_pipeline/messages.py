@@ -85,6 +85,15 @@ class Sampling(Part):
     stop: tuple[str, ...] = ()
 
 
+class DrafterUse(Part):
+    """What one drafter version did for one answer: verify passes with its proposals, and those of them in which the
+    first proposal was right."""
+
+    version: int
+    drafts: int
+    hits: int
+
+
 class DraftStats(Part):
     """What speculation did for one answer. acceptance length = 1 + accepted / drafts, `drafts` verify passes that
     had a proposal."""
@@ -95,6 +104,8 @@ class DraftStats(Part):
     accepted_by_position: tuple[int, ...] = ()
     decode_steps: int = 0
     drafter_versions: tuple[int, ...] = ()
+    drafters: tuple[DrafterUse, ...] = ()
+    """One for each of `drafter_versions`, in the order of their first use."""
 
 
 class Message(Part):

@@ -51,6 +51,37 @@ def test_shards_that_arrive_while_a_slot_trains_are_sent_to_it() -> None:
     assert orders == [(2, ["h1", "h2"]), (2, ["h3"])]
 
 
+def assigned(run: Driver) -> list[tuple[int, list[str]]]:
+    return [(o.slot, [m.decode(body).shard_id for body in o.bodies]) for o in run.look(e.AssignShards)]  # type: ignore[union-attr]
+
+
+def test_slots_that_train_together_share_out_the_shards_and_all_get_the_held_out_ones() -> None:
+    run = Driver(slots=3)
+    run.start()
+    for number in range(1, 7):
+        run.shard(number, held_out=number == 3)
+    run.idle(0)
+    assert assigned(run) == [(0, ["h1", "h2", "h3", "h4", "h5", "h6"])], "alone it gets everything"
+    run.idle(1)
+    assert assigned(run) == [(1, ["h1", "h3", "h5"])]
+    run.shard(7)
+    run.shard(8)
+    assert assigned(run) == [(1, ["h7"]), (0, ["h8"])]
+    run.yielded(0, reason="error: out of memory")
+    assert run.holders() == [None, "drafter", "rollout"]
+    assert assigned(run) == [(1, [f"h{number}" for number in range(1, 9)])], "what the other one had is left to it"
+
+
+def test_few_shards_are_not_shared_out() -> None:
+    run = Driver(slots=3)
+    run.start()
+    for number in range(1, 4):
+        run.shard(number)
+    run.idle(0)
+    run.idle(1)
+    assert assigned(run) == [(0, ["h1", "h2", "h3"]), (1, ["h1", "h2", "h3"])]
+
+
 def test_a_late_yield_is_counted_and_waited_for_no_longer_but_its_work_counts() -> None:
     run = Driver()
     run.start()

@@ -203,7 +203,7 @@ def grant_leases(state: State, now: float) -> Decision:
         holder = _next_holder(state, slot, now, orphaned=orphaned)
         if holder is None:
             continue
-        slot = replace(slot, holder=holder, lease=slot.lease + 1, assigned=0, barred="")
+        slot = replace(slot, holder=holder, lease=slot.lease + 1, assigned=0, share=(0, 1), barred="")
         if holder == "rollout":
             slot = replace(slot, admissions=state.admissions)
         state = put_slot(state, number, slot)
