@@ -85,5 +85,5 @@ class Judge:
             if together.loss < min(best[1].loss, bar.loss):
                 self._counts["merge_better"] += 1
                 tokens = own.tokens + sum(work.tokens for work in others)
-                best = Work(merged, published.parent, tokens), together
+                best = Work(merged, published.parent, tokens, "merged"), together
         return best

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -24,11 +25,13 @@ ROLLED_BACK = "rolled_back_from"
 
 @dataclass(frozen=True)
 class Work:
-    """A drafter that was trained on `tokens` tokens since version `parent`."""
+    """A drafter that was trained on `tokens` tokens since version `parent`. `origin`: own, left_behind by another slot,
+    or merged."""
 
     drafter: EagleDrafter
     parent: int
     tokens: int
+    origin: Literal["own", "left_behind", "merged"] = "own"
 
 
 class Lineage:

@@ -95,7 +95,7 @@ def read_work(path: Path, like: EagleDrafter) -> Work:
                 if tensor.shape != parameter.shape:
                     raise ValueError(f"average.{name} is {tuple(tensor.shape)}, here {tuple(parameter.shape)}")
                 parameter.copy_(tensor)
-        return Work(found, int(facts["parent"]), int(facts["tokens_since_parent"]))
+        return Work(found, int(facts["parent"]), int(facts["tokens_since_parent"]), "left_behind")
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise StateUnusable(f"{path} can't be used: {' '.join(str(error).split())}") from error
 

@@ -70,7 +70,7 @@ class Versions:
     async def _publish(self, candidate: Candidate, judgement: Judgement) -> None:
         metrics = {**_measures(judgement), "tokens_trained": float(candidate.tokens_trained)}
         if judgement.better is not None:
-            metrics["merged"] = 1.0
+            metrics[judgement.better.origin] = 1.0
         published = await self._write(
             candidate.drafter, parent=candidate.parent, policy_version=candidate.policy_version, metrics=metrics
         )
