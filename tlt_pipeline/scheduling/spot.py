@@ -31,10 +31,10 @@ def spot_facts(records: Sequence[StepRecord], since: Account) -> dict[str, Any]:
     step_s = fsum(r.step_s for r in records)
     yields = sorted([*(s for r in records for s in r.yield_seconds), *since.yield_seconds])
     counts = all_counts(records, since)
-    unused: Counter[str] = Counter()
+    unused: dict[str, float] = {}
     for seconds_by_reason in [*(r.slot_idle_unused_s for r in records), since.unused_s]:
         for reason, seconds in seconds_by_reason.items():
-            unused[reason] += seconds
+            unused[reason] = unused.get(reason, 0.0) + seconds
     pays_s = idle_s - sum(seconds for reason, seconds in unused.items() if reason.startswith(RESTED))
     refused = {name.removeprefix(REFUSED): n for name, n in sorted(counts.items()) if name.startswith(REFUSED)}
     return {
