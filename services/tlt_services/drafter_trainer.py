@@ -274,7 +274,7 @@ class SpotTrainer:
     async def _report(self, lease: Lease) -> None:
         """`seconds` by the wall clock from the order, but not less than since it was read: clocks may differ."""
         seconds = max(time.time() - lease.sent_at, time.monotonic() - lease.stopped_at)
-        reason = "no_data" if lease.reason == "recalled" and not lease.tokens else lease.reason
+        reason = "no_data" if lease.reason == "recalled" and not lease.used_s else lease.reason
         event = WorkerYielded(
             lease=lease.number,
             seconds=seconds,

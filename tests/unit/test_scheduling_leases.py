@@ -6,6 +6,7 @@ from tests.unit.scheduling_driver import Driver
 from tlt_pipeline import messages as m
 from tlt_pipeline.scheduling import events as e
 from tlt_pipeline.scheduling.shards import forget_missing
+from tlt_pipeline.scheduling.spot import spot_facts
 
 # --- leases -------------------------------------------------------------------------------------------------
 
@@ -117,6 +118,27 @@ def test_a_trainer_that_gives_up_is_not_asked_again_before_something_changed() -
     run.shard(3)
     assert run.holders()[0] is None
     assert run.state.account.counts == {"trainer_yielded_no_data": 1, "trainer_yielded_error": 1}
+
+
+def test_a_trainer_whose_training_does_not_pay_rests_until_the_next_requests() -> None:
+    run = Driver(steps=2)
+    run.start()
+    run.shard(1)
+    run.idle(0)
+    run.yielded(0, reason="budget_no_gain", seconds=0.0)
+    assert not run.look(e.Note), "nothing is wrong"
+    run.shard(2)
+    run.tell(e.Tick(), after=3.0)
+    assert run.holders()[0] is None
+    assert run.state.account.unused_s == {"trainer_yielded_budget_no_gain": 3.0}
+    facts = spot_facts([], run.state.account)
+    assert facts["slot_idle_s"] == 3.0 and facts["yield_s_p99"] == 0.0, "nobody asked for the slot"
+    run.answer(0, 0)
+    run.answer(0, 1)
+    run.idle(1)
+    run.trained(0)
+    run.idle(0)
+    assert run.holders()[0] == "drafter", "asked again with the next step"
 
 
 def test_with_a_learner_of_its_own_training_goes_on_until_the_next_admission() -> None:

@@ -25,7 +25,7 @@ def accrue(state: State, now: float) -> State:
     state = _accrue_wait(replace(state, accrued_at=now), passed)
     if passed == 0.0 or not is_idle_time(state):
         return state
-    unused = dict(state.account.unused_s)
+    unused, by_slot = dict(state.account.unused_s), dict(state.account.idle_by_slot)
     idle_s, slots = state.account.idle_s, list(state.slots)
     for number, slot in enumerate(slots):
         if slot.holder == "drafter":
@@ -36,7 +36,8 @@ def accrue(state: State, now: float) -> State:
         else:
             continue
         idle_s += passed
-    account = replace(state.account, idle_s=idle_s, unused_s=unused)
+        by_slot[number] = by_slot.get(number, 0.0) + passed
+    account = replace(state.account, idle_s=idle_s, idle_by_slot=by_slot, unused_s=unused)
     return replace(state, slots=tuple(slots), account=account)
 
 
@@ -58,6 +59,7 @@ def book_yield(state: State, event: WorkerYielded, idle_s: float, *, asked: bool
     account = replace(
         account,
         used_s=account.used_s + used_s,
+        used_by_slot={**account.used_by_slot, event.slot: account.used_by_slot.get(event.slot, 0.0) + used_s},
         drafter_tokens=account.drafter_tokens + event.tokens_trained,
         yields=account.yields + 1,
         yield_seconds=account.yield_seconds + took,

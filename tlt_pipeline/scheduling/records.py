@@ -54,6 +54,8 @@ class StepRecord(BaseModel):
     """Admission, or the end of the step before if that is later, to the new policy version."""
     slot_idle_s: float
     slot_idle_used_s: float
+    slot_idle_by_slot: Mapping[int, float] = {}
+    slot_idle_used_by_slot: Mapping[int, float] = {}
     slot_idle_unused_s: Mapping[str, float] = {}
     drafter_tokens_trained: int = 0
     yields: int = 0
@@ -114,6 +116,8 @@ def account_facts(account: Account) -> dict[str, Any]:
     return {
         "slot_idle_s": account.idle_s,
         "slot_idle_used_s": account.used_s,
+        "slot_idle_by_slot": dict(account.idle_by_slot),
+        "slot_idle_used_by_slot": dict(account.used_by_slot),
         "slot_idle_unused_s": dict(account.unused_s),
         "drafter_tokens_trained": account.drafter_tokens,
         "yields": account.yields,

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import ceil, fsum
-from typing import Any
+from typing import Any, TypeVar
 
 from tlt_pipeline.scheduling.records import StepRecord
 from tlt_pipeline.scheduling.state import Account
 from tlt_pipeline.scheduling.waiting import BUDGET
+
+K = TypeVar("K", int, str)
 
 RESTED = f"trainer_yielded_{BUDGET}"
 REFUSED = "drafter_refused_"
@@ -31,16 +33,19 @@ def spot_facts(records: Sequence[StepRecord], since: Account) -> dict[str, Any]:
     step_s = fsum(r.step_s for r in records)
     yields = sorted([*(s for r in records for s in r.yield_seconds), *since.yield_seconds])
     counts = all_counts(records, since)
-    unused: dict[str, float] = {}
-    for seconds_by_reason in [*(r.slot_idle_unused_s for r in records), since.unused_s]:
-        for reason, seconds in seconds_by_reason.items():
-            unused[reason] = unused.get(reason, 0.0) + seconds
+    unused = _add([*(r.slot_idle_unused_s for r in records), since.unused_s])
+    by_slot = _add([*(r.slot_idle_by_slot for r in records), since.idle_by_slot])
+    used_by_slot = _add([*(r.slot_idle_used_by_slot for r in records), since.used_by_slot])
     pays_s = idle_s - sum(seconds for reason, seconds in unused.items() if reason.startswith(RESTED))
     refused = {name.removeprefix(REFUSED): n for name, n in sorted(counts.items()) if name.startswith(REFUSED)}
     return {
         "slot_idle_s": idle_s,
         "slot_idle_used_s": used_s,
         "slot_idle_used_share": min(used_s / pays_s, 1.0) if pays_s > 0 else 0.0,
+        "slot_idle_by_slot": {
+            str(slot): {"idle_s": seconds, "used_s": min(used_by_slot.get(slot, 0.0), seconds)}
+            for slot, seconds in sorted(by_slot.items())
+        },
         "slot_idle_unused_s": dict(sorted(unused.items())),
         "yields": sum(r.yields for r in records) + since.yields,
         "yield_s_p50": nearest_rank(yields, 0.5),
@@ -62,6 +67,14 @@ def all_counts(records: Iterable[StepRecord], since: Account) -> Counter[str]:
     for some in [*(record.counts for record in records), since.counts]:
         counts.update(some)
     return counts
+
+
+def _add(some: Iterable[Mapping[K, float]]) -> dict[K, float]:
+    total: dict[K, float] = {}
+    for amounts in some:
+        for key, amount in amounts.items():
+            total[key] = total.get(key, 0.0) + amount
+    return total
 
 
 def nearest_rank(ascending: Sequence[float], share: float) -> float:

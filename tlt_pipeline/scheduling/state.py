@@ -180,6 +180,8 @@ class Account:
 
     idle_s: float = 0.0
     used_s: float = 0.0
+    idle_by_slot: Mapping[int, float] = field(default_factory=dict[int, float])
+    used_by_slot: Mapping[int, float] = field(default_factory=dict[int, float])
     unused_s: Mapping[str, float] = field(default_factory=dict[str, float])
     drafter_tokens: int = 0
     yields: int = 0
