@@ -247,6 +247,24 @@ async def test_killed_in_a_lease_another_process_goes_on(tmp_path: Path, redis_u
         assert run.weights.versions("drafter") == [1]
 
 
+async def test_training_that_brings_nothing_stops_by_itself_and_rests(tmp_path: Path, redis_url: str) -> None:
+    settings = {"drafter__train__min_gain": 10.0, "drafter__train__budget": {"patience_s": 0.5}}
+    async with run_of(tmp_path, redis_url, **settings) as run, trainer(run, 0, redis_url) as process:
+        await run.publish_policy()
+        await run.grant(0, 1, run.shard(1), run.shard(2, held_out=True))
+        stopped = await run.event(m.WorkerYielded, lease=1)
+        assert stopped.reason == "budget_no_gain" and stopped.tokens_trained > 0
+        assert stopped.counts["drafter_refused_not_better"] >= 1
+        await run.grant(0, 2, run.shard(1), run.shard(2, held_out=True))
+        rests = await run.event(m.WorkerYielded, lease=2)
+        assert (rests.reason, rests.tokens_trained) == ("budget_resting", 0)
+        await run.grant(0, 3)  # a try
+        tried = await run.event(m.WorkerYielded, lease=3)
+        assert tried.reason == "budget_no_gain" and 0 < tried.tokens_trained
+        await run.command(0, m.Shutdown(reason="done"))
+        assert await process.exit_code() == 0
+
+
 async def test_slots_follow_each_others_versions(tmp_path: Path, redis_url: str) -> None:
     async with run_of(tmp_path, redis_url) as run:
         await run.publish_policy()
