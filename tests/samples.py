@@ -87,12 +87,15 @@ def one_of_each() -> list[m.AnyMessage]:
         m.WorkerStarted(role="rollout", **stamp),
         m.WorkerHeartbeat(role="rollout", lease=4, running=3, tokens_per_s=9.5, **stamp),
         m.WorkerIdle(lease=4, **stamp),
-        m.WorkerYielded(lease=4, seconds=0.5, trained_s=3.0, tokens_trained=100, reason="recalled", **stamp),
+        m.WorkerYielded(
+            lease=4, seconds=0.5, trained_s=3.0, tokens_trained=100, reason="recalled", counts={"a": 1}, **stamp
+        ),
         m.StepTrained(step=1, policy_version=2, trained=8, learner_s=0.5, metrics={"kl": 0.0}, **stamp),
         m.RunFailed(reason="NaN in the loss", **stamp),
         m.LeaseGranted(slot=0, holder="rollout", lease=1),
         m.ShardsAssigned(slot=0, lease=1, shards=(shard(), shard())),
         m.LeaseRecalled(slot=0, lease=1, deadline_s=1.0, sent_at=4.0),
+        m.DrafterRolledBack(slot=0, version=3, to=2),
         m.TrainStep(step=0, policy_version=0, request_ids=("a", "b"), dead=1),
         m.Shutdown(reason="done"),
     ]

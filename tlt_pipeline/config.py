@@ -216,6 +216,17 @@ class HiddenStatesConfig(Section):
         return self
 
 
+class BudgetConfig(Section):
+    """When an idle slot doesn't train (tlt_pipeline/drafter/budget.py)."""
+
+    patience_s: Annotated[float, Field(ge=0)] = 10.0
+    """Training that brings nothing worth publishing for so long stops; 0: never."""
+    wake_drop: Annotated[float, Field(gt=0, lt=1)] = 0.03
+    """It begins again when the published drafter's held-out acceptance length falls by this share."""
+    longest_rest: Positive = 8
+    """It is tried again, for a quarter of the patience, after 1, 2, 4, … idle times without, at most so many."""
+
+
 class DrafterTrainConfig(Section):
     enabled: bool = True
     lr: Annotated[float, Field(gt=0)] = 1e-3
@@ -225,12 +236,13 @@ class DrafterTrainConfig(Section):
     ce_weight: Annotated[float, Field(ge=0)] = 1.0
     hidden_weight: Annotated[float, Field(ge=0)] = 10.0
     """Of the feature loss (in units of the features' size) against the cross-entropy: what keeps deep drafts good."""
-    publish_every_s: Seconds = 1.0
+    publish_every_s: Seconds = 0.5
     """How often held-out data is looked at, at the soonest, to decide about a new version."""
     min_gain: Annotated[float, Field(ge=0)] = 0.002
     """Published only when held-out loss (verify passes a token) falls by at least this share."""
     keep_steps: Positive = 2
     """Shards of so many RL steps stay in the buffer."""
+    budget: BudgetConfig = BudgetConfig()
 
 
 class DrafterConfig(Section):

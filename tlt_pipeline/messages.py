@@ -85,6 +85,15 @@ class Sampling(Part):
     stop: tuple[str, ...] = ()
 
 
+class DrafterUse(Part):
+    """What one drafter version did for one answer: verify passes with its proposals, and those of them in which the
+    first proposal was right."""
+
+    version: int
+    drafts: int
+    hits: int
+
+
 class DraftStats(Part):
     """What speculation did for one answer. acceptance length = 1 + accepted / drafts, `drafts` verify passes that
     had a proposal."""
@@ -95,6 +104,8 @@ class DraftStats(Part):
     accepted_by_position: tuple[int, ...] = ()
     decode_steps: int = 0
     drafter_versions: tuple[int, ...] = ()
+    drafters: tuple[DrafterUse, ...] = ()
+    """One for each of `drafter_versions`, in the order of their first use."""
 
 
 class Message(Part):
@@ -242,7 +253,7 @@ class WorkerIdle(WorkerEvent):
 
 class WorkerYielded(WorkerEvent):
     """A drafter trainer gave its slot back. `seconds`: from the Yield command to here; `reason`: recalled, no_data,
-    budget, error: …"""
+    budget_…, error: …; `counts`: what it left undone, or decided, since it last said so."""
 
     kind: Literal["worker_yielded"] = "worker_yielded"
     lease: int
@@ -250,6 +261,7 @@ class WorkerYielded(WorkerEvent):
     trained_s: float
     tokens_trained: int
     reason: str
+    counts: dict[str, int] = {}
 
 
 class StepTrained(WorkerEvent):
@@ -303,6 +315,16 @@ class LeaseRecalled(Message):
     sent_at: float
 
 
+class DrafterRolledBack(Message):
+    """Rollouts accept clearly less of drafter `version` than of the one before: publish the weights of version `to`
+    again, as a new version."""
+
+    kind: Literal["drafter_rolled_back"] = "drafter_rolled_back"
+    slot: int
+    version: int
+    to: int
+
+
 class TrainStep(Message):
     """The learner's order: these completions (by request id), at this policy version, are step `step`."""
 
@@ -335,6 +357,7 @@ AnyMessage = (
     | LeaseGranted
     | ShardsAssigned
     | LeaseRecalled
+    | DrafterRolledBack
     | TrainStep
     | Shutdown
 )

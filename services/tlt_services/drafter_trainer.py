@@ -1,12 +1,15 @@
 """The drafter trainer of one slot.
 
-Consumes: `slot.<id>.commands.drafter-trainer` (LeaseGranted, ShardsAssigned, LeaseRecalled, Shutdown), `weights`.
+Consumes: `slot.<id>.commands.drafter-trainer` (LeaseGranted, ShardsAssigned, LeaseRecalled, DrafterRolledBack,
+Shutdown), `weights`.
 Publishes: `weights` (drafter), `worker.events` (WorkerYielded).
 Waits for: the first policy, the first drafter version (slot 0 makes it where there is none), then a lease.
 Unblocked by: LeaseGranted and ShardsAssigned; stopped by LeaseRecalled, between two micro-batches.
 
 What was learned outlives the lease: it is published if held-out documents say that it is better, else kept for the
-next lease, and on disk for a process that takes this one's place.
+next lease, and on disk for a process that takes this one's place, and for the other slots to merge with their own.
+Judging takes idle time only: a slot that is recalled is given back at once, and what it learned since the last look is
+judged when it is idle again.
 """
 
 from __future__ import annotations
@@ -26,13 +29,16 @@ import torch
 
 from tlt_pipeline.actor import Actor, run_service
 from tlt_pipeline.blobs import open_hidden_states
+from tlt_pipeline.drafter.budget import Budget
 from tlt_pipeline.drafter.intake import ShardIntake
+from tlt_pipeline.drafter.judging import Judgement
 from tlt_pipeline.drafter.start import choose_first_drafter, open_trainer
 from tlt_pipeline.drafter.state import StateKeeper, state_path
-from tlt_pipeline.drafter.trainer import DrafterTrainer, Judgement
+from tlt_pipeline.drafter.trainer import DrafterTrainer
 from tlt_pipeline.drafter.versions import Versions
 from tlt_pipeline.messages import (
     AnyMessage,
+    DrafterRolledBack,
     HiddenShard,
     LeaseGranted,
     LeaseRecalled,
@@ -51,7 +57,7 @@ COMMAND_GROUP = "worker"
 _POLL_S = 0.5
 _SLICE_S = 0.2
 """Training is looked after so often: new shards, a new policy, time to judge."""
-_JUDGING_SHARE = 0.1
+_JUDGING_SHARE = 0.15
 """At most so much of the time goes into judging."""
 _CHECKPOINT_S = 10.0
 T = TypeVar("T")
@@ -81,14 +87,13 @@ class Lease:
     reason: str = "recalled"
     sent_at: float = 0.0
     stopped_at: float = 0.0
-    deadline_s: float = 0.0
     used_s: float = 0.0
     tokens: int = 0
     began_after_s: float | None = None
 
-    def end(self, reason: str, deadline_s: float, sent_at: float | None = None) -> None:
+    def end(self, reason: str, sent_at: float | None = None) -> None:
         if not self.stop.is_set():
-            self.reason, self.deadline_s = reason, deadline_s
+            self.reason = reason
             self.stopped_at, self.sent_at = time.monotonic(), time.time() if sent_at is None else sent_at
             self.stop.set()
             self.changed.set()
@@ -107,6 +112,7 @@ class SpotTrainer:
         self.state = StateKeeper(trainer, state_path(RunDir(actor.run_dir).checkpoints, actor.slot), self.thread)
         self.lease: Lease | None = None
         self.holding: asyncio.Task[None] | None = None
+        self.budget = Budget(actor.config.drafter.train.budget)
         self.shards: list[HiddenShard] = []
         self._unjudged_s, self._judging_s = 0.0, 0.0
         self._counted: Counter[str] = Counter()
@@ -158,6 +164,8 @@ class SpotTrainer:
                     self.lease.changed.set()
             case LeaseRecalled() as recall:
                 await self._recall(recall)
+            case DrafterRolledBack() as order:
+                self.group.create_task(self.versions.roll_back(order), name="roll back")
             case Shutdown():
                 pass
             case other:
@@ -173,37 +181,52 @@ class SpotTrainer:
 
     async def _recall(self, recall: LeaseRecalled) -> None:
         if self.lease is not None and self.lease.number == recall.lease:
-            self.lease.end("recalled", recall.deadline_s, recall.sent_at)
+            self.lease.end("recalled", recall.sent_at)
         elif self.lease is None or self.lease.number < recall.lease:  # granted to a process that this one replaces
             unheld = Lease(recall.lease, time.monotonic())
-            unheld.end("recalled", recall.deadline_s, recall.sent_at)
+            unheld.end("recalled", recall.sent_at)
             await self._report(unheld)
 
     async def _stop(self, reason: str) -> None:
         """Ends the lease held, if any, and waits until the slot is free."""
         if self.lease is not None and self.holding is not None:
-            self.lease.end(reason, self.config.slots.preempt_deadline_s)
+            self.lease.end(reason)
             await asyncio.wait({self.holding})
 
     # --- a lease --------------------------------------------------------------------------------------------------
 
     async def _hold(self, lease: Lease) -> None:
-        """Trains until told to stop; gives the slot back; then publishes and saves, which needs no slot."""
-        if not self.config.drafter.train.enabled:
-            lease.end("disabled", 0.0)
-        await self.run(self.trainer.choose_start)
+        """Trains until told to stop, or until it doesn't pay; gives the slot back; then saves, which needs no slot."""
+        if self.config.drafter.train.enabled:
+            await self._resume(lease)
+        else:
+            lease.end("disabled")
         while not lease.stop.is_set():
             lease.changed.clear()
             if not await self._train(lease) and not lease.stop.is_set():
                 await lease.changed.wait()
-        judgement = await self._judge_last(lease)
         await self.run(self.intake.free)
         await self._report(lease)
         self.lease = None
         self.actor.gauges.update(lease=0, tokens_per_s=0.0)
-        if judgement is not None:
-            await self.versions.publish_if_worth(judgement, self.group)
-        await self.state.save(self.group)
+        self.group.create_task(self._save_settled(), name="save")
+
+    async def _resume(self, lease: Lease) -> None:
+        """What was learned in earlier leases and not published is judged; training goes on from it, or from the newest
+        version where that is better, or rests."""
+        await self._take_shards(lease)
+        trainer, judgement = self.trainer, None
+        behind = trainer.parent != trainer.version
+        unjudged = behind or self._unjudged_s >= self.config.drafter.train.publish_every_s / 2
+        if (trainer.tokens_since_parent and unjudged) or self.budget.is_resting:
+            judgement = await self._judge(lease)
+        if lease.stop.is_set():
+            return
+        if judgement is None or not judgement.worth:
+            await self.run(lambda: trainer.choose_start(judgement))
+        reason = self.budget.begin(None if judgement is None else judgement.published.acceptance_length)
+        if reason is not None:
+            lease.end(reason)
 
     async def _train(self, lease: Lease) -> bool:
         """One slice. False: there is nothing to train on."""
@@ -221,9 +244,7 @@ class SpotTrainer:
         self.actor.metrics.trained_tokens.inc(progress.tokens)
         patience_s = max(self.config.drafter.train.publish_every_s, self._judging_s / _JUDGING_SHARE)
         if self._unjudged_s >= patience_s and not lease.stop.is_set():
-            judgement = await self._judge(lease, lease.stop.is_set)
-            if judgement is not None:
-                await self.versions.publish_if_worth(judgement, self.group)
+            await self._judge(lease)
         if time.monotonic() - self.state.saved_at > _CHECKPOINT_S:
             await self.state.save(self.group)
         return True
@@ -237,39 +258,42 @@ class SpotTrainer:
             self.shards += left
             lease.used_s += time.monotonic() - began
 
-    async def _judge(self, lease: Lease, should_stop: Callable[[], bool]) -> Judgement | None:
+    async def _judge(self, lease: Lease) -> Judgement | None:
+        """Publishes what is worth it. Where training has brought too little for too long, the lease ends."""
         began = time.monotonic()
-        judgement = await self.run(lambda: self.trainer.judge(should_stop))
+        judgement = await self.versions.judge(lease.stop.is_set)
         took = time.monotonic() - began
         lease.used_s += took
-        if judgement is not None:
-            self._judging_s = took
-        if judgement is not None or not should_stop():
-            self._unjudged_s = 0.0
+        if judgement is None:
+            self._unjudged_s = self._unjudged_s if lease.stop.is_set() else 0.0
+            return None
+        trained_s, self._unjudged_s, self._judging_s = self._unjudged_s, 0.0, took
+        await self.versions.publish_if_worth(judgement, self.group)
+        best = judgement.candidate if judgement.worth else judgement.published
+        reason = self.budget.note(trained_s, best.acceptance_length, worth=judgement.worth)
+        if reason is not None:
+            lease.end(reason)
         return judgement
 
-    async def _judge_last(self, lease: Lease) -> Judgement | None:
-        """At the end of a lease, where there is something to judge and a quarter of the deadline suffices."""
-        until = lease.stopped_at + lease.deadline_s / 2
-        learned = self._unjudged_s >= self.config.drafter.train.publish_every_s / 2
-        if not learned or self._judging_s > lease.deadline_s / 4:
-            return None
-        return await self._judge(lease, lambda: time.monotonic() > until)
+    async def _save_settled(self) -> None:
+        """What is being published isn't left behind for others once more."""
+        await self.versions.settle()
+        await self.state.save(self.group)
 
     async def _report(self, lease: Lease) -> None:
         """`seconds` by the wall clock from the order, but not less than since it was read: clocks may differ."""
         seconds = max(time.time() - lease.sent_at, time.monotonic() - lease.stopped_at)
-        reason = "no_data" if lease.reason == "recalled" and not lease.tokens else lease.reason
+        reason = "no_data" if lease.reason == "recalled" and not lease.used_s else lease.reason
         event = WorkerYielded(
             lease=lease.number,
             seconds=seconds,
             trained_s=lease.used_s,
             tokens_trained=lease.tokens,
             reason=reason,
+            counts=self._new_counts(),
             **self.actor.stamp(),
         )
         await self.actor.emit(event)
-        self._count_skipped()
         if not lease.tokens:
             self.actor.metrics.count_skipped(f"lease_{reason}")
         self.actor.log.info(
@@ -284,10 +308,14 @@ class SpotTrainer:
             shards=dict(self.intake.counts),
         )
 
-    def _count_skipped(self) -> None:
+    def _new_counts(self) -> dict[str, int]:
+        """What was left undone or decided since the last call, by reason."""
         fine = ("read", "known")
         now = Counter({f"shard_{name}": count for name, count in self.intake.counts.items() if name not in fine})
-        now.update({f"drafter_{name}": count for name, count in self.trainer.counts.items()})
-        for reason, amount in (now - self._counted).items():
-            self.actor.metrics.count_skipped(reason, amount)
-        self._counted = now
+        for counts in (self.trainer.counts, self.versions.counts, self.versions.left_behind.counts):
+            now.update({f"drafter_{name}": count for name, count in counts.items()})
+        new, self._counted = now - self._counted, now
+        for reason, amount in new.items():
+            if not reason.startswith("drafter_merge_"):
+                self.actor.metrics.count_skipped(reason, amount)
+        return dict(new)

@@ -18,6 +18,7 @@ def event_of(message: m.AnyMessage) -> e.Event:
             | m.LeaseGranted()
             | m.ShardsAssigned()
             | m.LeaseRecalled()
+            | m.DrafterRolledBack()
             | m.TrainStep()
             | m.Shutdown()
         ):
@@ -26,7 +27,7 @@ def event_of(message: m.AnyMessage) -> e.Event:
             return event
 
 
-def order_of(command: e.GrantLease | e.AssignShards | e.RecallLease | e.SendTrainStep) -> Outgoing:
+def order_of(command: e.GrantLease | e.AssignShards | e.RecallLease | e.RollBack | e.SendTrainStep) -> Outgoing:
     match command:
         case e.GrantLease(slot, holder, lease):
             role = "rollout" if holder == "rollout" else "drafter-trainer"
@@ -38,6 +39,9 @@ def order_of(command: e.GrantLease | e.AssignShards | e.RecallLease | e.SendTrai
         case e.RecallLease(slot, lease, deadline_s):
             recall = m.LeaseRecalled(slot=slot, lease=lease, deadline_s=deadline_s, sent_at=time.time())
             return Outgoing(m.slot_commands(slot, "drafter-trainer"), recall)
+        case e.RollBack(slot, version, to):
+            order = m.DrafterRolledBack(slot=slot, version=version, to=to)
+            return Outgoing(m.slot_commands(slot, "drafter-trainer"), order)
         case e.SendTrainStep(step, policy_version, request_ids, dead):
             train = m.TrainStep(step=step, policy_version=policy_version, request_ids=request_ids, dead=dead)
             return Outgoing(m.LEARNER_COMMANDS, train)

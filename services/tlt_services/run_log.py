@@ -15,8 +15,9 @@ from tlt_pipeline.config import RunConfig
 from tlt_pipeline.rundir import RunDir, storing, write_atomic
 from tlt_pipeline.scheduling.events import CompletionSeen
 from tlt_pipeline.scheduling.ids import parse_request_id
-from tlt_pipeline.scheduling.records import StepRecord, rebuild_record, summarise
+from tlt_pipeline.scheduling.records import StepRecord, rebuild_record
 from tlt_pipeline.scheduling.state import Account, Answer, Batch
+from tlt_pipeline.scheduling.summary import summarise
 
 _log: Any = structlog.get_logger("tlt.scheduler")
 
@@ -31,20 +32,8 @@ class RunLog:
         self._scalars = _open_scalars(run) if config.telemetry.tensorboard else None
 
     def read(self) -> dict[int, StepRecord]:
-        """By step, ascending. Lines that a crash tore are skipped with a line in the log."""
-        if not self._run.metrics.exists():
-            return {}
-        found: dict[int, StepRecord] = {}
-        with storing(self._run.metrics):
-            lines = self._run.metrics.read_text(errors="replace").splitlines()
-        for number, line in enumerate(lines, 1):
-            try:
-                record = StepRecord.model_validate_json(line)
-            except ValidationError:
-                _log.warning("metrics.jsonl: skipped a line that is no record", line=number)
-                continue
-            found[record.step] = record
-        return dict(sorted(found.items()))
+        """As `read_records`."""
+        return read_records(self._run)
 
     def begin(self, step: int) -> None:
         """The run goes on with this step: later lines are of a life whose policy is gone, missing ones (a
@@ -111,6 +100,23 @@ class RunLog:
         return rebuilt
 
 
+def read_records(run: RunDir) -> dict[int, StepRecord]:
+    """By step, ascending. Lines that a crash tore are skipped with a line in the log. Raises StorageError."""
+    if not run.metrics.exists():
+        return {}
+    found: dict[int, StepRecord] = {}
+    with storing(run.metrics):
+        lines = run.metrics.read_text(errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            record = StepRecord.model_validate_json(line)
+        except ValidationError:
+            _log.warning("metrics.jsonl: skipped a line that is no record", line=number)
+            continue
+        found[record.step] = record
+    return dict(sorted(found.items()))
+
+
 def scalars_of(record: StepRecord) -> dict[str, float]:
     """Under the names that people of the field know."""
     scalars = {
@@ -123,6 +129,8 @@ def scalars_of(record: StepRecord) -> dict[str, float]:
         "timing_s/drafter": record.slot_idle_used_s,
         "timing_s/learner": record.learner_s,
         "timing_s/slot_idle": record.slot_idle_s,
+        "timing_s/drafter_wait": record.drafter_wait_s,
+        "drafter/tokens_trained": record.drafter_tokens_trained,
         "drafter/spec_decode/mean_acceptance_length": record.acceptance_length,
         "drafter/version": record.drafter_version,
         "perf/tokens_per_s": record.tokens_per_s,

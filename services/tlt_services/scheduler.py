@@ -223,7 +223,7 @@ class Scheduler:
                     (self.actor.log.warning if command.warning else self.actor.log.info)(command.text, **command.fields)
                 case e.SendShutdown():
                     appends += self._shutdowns(command.reason)
-                case e.GrantLease() | e.AssignShards() | e.RecallLease() | e.SendTrainStep():
+                case e.GrantLease() | e.AssignShards() | e.RecallLease() | e.RollBack() | e.SendTrainStep():
                     appends.append(order_of(command))
                 case e.Finish() | e.Fail():
                     pass

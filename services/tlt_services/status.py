@@ -18,9 +18,12 @@ from tlt_pipeline.bus.streams import Keys
 from tlt_pipeline.config import ConfigError, load_config
 from tlt_pipeline.failures import EXIT_FAILED
 from tlt_pipeline.rundir import RunDir
+from tlt_pipeline.scheduling.spot import spot_facts
+from tlt_pipeline.scheduling.state import Account
 from tlt_pipeline.scheduling.status import STATUS_KEY, RunStatus
-from tlt_pipeline.telemetry.report import print_summary
+from tlt_pipeline.telemetry.report import print_summary, spot_rows
 from tlt_services.progress import render_status
+from tlt_services.run_log import read_records
 
 _RUNS = Path("runs")
 _STALE_S = 10.0
@@ -51,18 +54,22 @@ class StatusReader:
 
 
 def show(run_dir: Path | None, *, as_json: bool) -> int:
-    """Prints the run's status, or the summary of one that is over. Raises ConfigError, RunDirError."""
+    """Prints the run's status and what idle slots did in the steps done, or the summary of a run that is over. Raises
+    ConfigError, RunDirError, StorageError."""
     run = RunDir(run_dir or newest_run())
     run_id = run.run_id()
     status = _read_once(_redis_of(run), run_id)
     summary: dict[str, Any] | None = json.loads(run.summary.read_text()) if run.summary.is_file() else None
+    spot = spot_facts(list(read_records(run).values()), Account())
     if as_json:
         content = status.model_dump() if status else {"run": run_id, "phase": "finished" if summary else "stopped"}
-        typer.echo(json.dumps({**content, "summary": summary}))
+        typer.echo(json.dumps({**content, "spot": spot, "summary": summary}))
         return 0 if status or summary else EXIT_FAILED
     console = Console()
     if status is not None and status.phase != "finished":
         console.print(render_status(status))
+        for label, told in spot_rows(spot) if status.step else []:
+            console.print(f"{label:<13} {told}", soft_wrap=True, highlight=False)
         age = time.time() - status.at
         if age > _STALE_S:
             console.print(f"said {age:.0f} s ago: the scheduler is not running; tlt run --resume {run.root}")

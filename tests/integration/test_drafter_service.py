@@ -265,6 +265,24 @@ async def test_states_are_recomputed_by_a_policy_that_may_be_gone(tmp_path: Path
         assert await process.exit_code() == 0
 
 
+async def test_training_that_brings_nothing_stops_by_itself_and_rests(tmp_path: Path, redis_url: str) -> None:
+    settings = {"drafter__train__min_gain": 10.0, "drafter__train__budget": {"patience_s": 0.5}}
+    async with run_of(tmp_path, redis_url, **settings) as run, trainer(run, 0, redis_url) as process:
+        await run.publish_policy()
+        await run.grant(0, 1, run.shard(1), run.shard(2, held_out=True))
+        stopped = await run.event(m.WorkerYielded, lease=1)
+        assert stopped.reason == "budget_no_gain" and stopped.tokens_trained > 0
+        assert stopped.counts["drafter_refused_not_better"] >= 1
+        await run.grant(0, 2, run.shard(1), run.shard(2, held_out=True))
+        rests = await run.event(m.WorkerYielded, lease=2)
+        assert (rests.reason, rests.tokens_trained) == ("budget_resting", 0)
+        await run.grant(0, 3)  # a try
+        tried = await run.event(m.WorkerYielded, lease=3)
+        assert tried.reason == "budget_no_gain" and tried.tokens_trained > 0
+        await run.command(0, m.Shutdown(reason="done"))
+        assert await process.exit_code() == 0
+
+
 async def test_slots_follow_each_others_versions(tmp_path: Path, redis_url: str) -> None:
     async with run_of(tmp_path, redis_url) as run:
         await run.publish_policy()
@@ -284,3 +302,38 @@ async def test_slots_follow_each_others_versions(tmp_path: Path, redis_url: str)
             await run.recall(1, 1)
             await run.command(1, m.Shutdown(reason="done"))
             assert await second.exit_code() == 0
+
+
+async def test_a_slot_recalled_early_counts_and_a_worse_version_is_taken_back(tmp_path: Path, redis_url: str) -> None:
+    """Slot 1 is recalled before it looked at what it has learned; slot 0 finds that, and merges it with its own."""
+    async with run_of(tmp_path, redis_url, drafter__train__publish_every_s=2.0) as run:
+        await run.publish_policy()
+        held_out = run.shard(9, held_out=True)
+        async with trainer(run, 0, redis_url) as first, trainer(run, 1, redis_url) as second:
+            await first.until("trainer ready")
+            await second.until("trainer ready")
+            await run.grant(1, 1, run.shard(1), run.shard(2), held_out)
+            while not (await run.event(m.WorkerHeartbeat, slot=1, lease=1)).tokens_per_s:
+                pass
+            early = await run.recall(1, 1)
+            assert early.tokens_trained > 0 and run.weights.versions("drafter") == [1]
+            await wait_until(state_path(RunDir(run.root).checkpoints, 1).is_file)
+
+            await run.grant(0, 1, run.shard(3), run.shard(4), held_out)
+            published = await run.drafter(2)
+            yielded = await run.recall(0, 1)
+            assert yielded.counts["drafter_merge_tried"] >= 1
+            if "merged" in published.metrics:
+                assert published.metrics["tokens_trained"] >= early.tokens_trained
+
+            newest = run.weights.versions("drafter")[-1]
+            await run.command(0, m.DrafterRolledBack(slot=0, version=newest, to=1))
+            again = await run.drafter(newest + 1)
+            assert (again.version, again.parent) == (newest + 1, 1)
+            assert again.metrics["rolled_back_from"] == newest
+            weights = [run.weights.load_drafter(each, run.policy.config) for each in (1, again)]
+            assert torch.equal(weights[0].fc.weight, weights[1].fc.weight)
+            for slot, process in enumerate((first, second)):  # both go on from there
+                await run.event(m.WorkerHeartbeat, slot=slot, drafter_version=again.version)
+                await run.command(slot, m.Shutdown(reason="done"))
+                assert await process.exit_code() == 0

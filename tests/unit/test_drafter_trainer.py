@@ -123,7 +123,7 @@ def test_a_published_candidate_is_the_new_bar() -> None:
     assert judged.published.loss < 0.95 * start.published.loss
     for name, parameter in candidate.drafter.named_parameters():
         assert torch.equal(made.published.get_parameter(name), parameter)
-    assert not made.choose_start()  # its own line goes on
+    assert not made.choose_start(made.judge())  # its own line goes on
 
 
 def test_a_lease_starts_from_the_newest_version_unless_own_work_is_better() -> None:
@@ -133,19 +133,20 @@ def test_a_lease_starts_from_the_newest_version_unless_own_work_is_better() -> N
 
     idle = trainer()
     idle.follow(2, better)
-    assert idle.choose_start() and idle.parent == 2
+    assert idle.choose_start(None) and idle.parent == 2
     assert torch.equal(idle.drafter.fc.weight, better.fc.weight)
 
     behind = trainer()
     train_steps(behind, 3)
     behind.follow(2, better)
-    assert behind.choose_start() and behind.tokens_since_parent == 0
+    behind.choose_start(behind.judge())
+    assert behind.parent == 2 and behind.tokens_since_parent == 0
     assert torch.equal(behind.average.fc.weight, better.fc.weight)
 
     ahead = trainer()
     train_steps(ahead, 40)
     ahead.follow(2, poor)
-    assert not ahead.choose_start() and ahead.tokens_since_parent > 0
+    assert not ahead.choose_start(ahead.judge()) and ahead.tokens_since_parent > 0
     judged = ahead.judge()
     assert judged is not None and judged.worth
     ahead.follow(1, better)  # an older version that was heard late

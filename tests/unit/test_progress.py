@@ -11,8 +11,10 @@ from rich.console import Console, RenderableType
 from structlog.testing import capture_logs
 
 from tlt_pipeline.scheduling.records import StepRecord
+from tlt_pipeline.scheduling.spot import spot_facts
+from tlt_pipeline.scheduling.state import Account
 from tlt_pipeline.scheduling.status import RunStatus, SlotStatus
-from tlt_pipeline.telemetry.report import print_summary, sparkline
+from tlt_pipeline.telemetry.report import print_summary, sparkline, spot_rows
 from tlt_services.progress import LiveTable, StepLines, render_status
 
 
@@ -190,6 +192,28 @@ def test_the_summary_names_numbers_and_next_commands(tmp_path: Path, capsys: pyt
         f"tlt run --resume {tmp_path}",
     ):
         assert part in shown
+
+
+def test_the_spot_trainers_facts_are_told_in_three_lines() -> None:
+    account = Account(
+        idle_s=30.0,
+        used_s=21.0,
+        unused_s={"trainer_yielded_budget_no_gain": 6.0},
+        drafter_tokens=1234,
+        yields=2,
+        yield_seconds=(0.01, 0.2),
+        drafter_wait_s=0.25,
+        drafter_versions=5,
+        counts={"drafter_refused_not_better": 3, "drafter_merge_tried": 4, "drafter_merge_better": 1},
+    )
+    shown = dict(spot_rows(spot_facts([], account)))
+    assert shown["idle slots"] == (
+        "30.0 s, 70% of it used for the drafter; seconds without a trainer (trainer yielded budget no gain 6.0)"
+    )
+    assert shown["given back"].startswith("p50 0.010, p99 0.200 s after the order; the learner waited 0.2 s")
+    assert shown["spot trainer"] == (
+        "1234 tokens, 5 versions published, 3 refused (not better 3); 1 of 4 merges better"
+    )
 
 
 def test_sparkline_spans_low_to_high_in_bounded_width() -> None:

@@ -6,6 +6,7 @@ from tests.unit.scheduling_driver import Driver
 from tlt_pipeline import messages as m
 from tlt_pipeline.scheduling import events as e
 from tlt_pipeline.scheduling.shards import forget_missing
+from tlt_pipeline.scheduling.spot import spot_facts
 
 # --- leases -------------------------------------------------------------------------------------------------
 
@@ -51,6 +52,37 @@ def test_shards_that_arrive_while_a_slot_trains_are_sent_to_it() -> None:
     assert orders == [(2, ["h1", "h2"]), (2, ["h3"])]
 
 
+def assigned(run: Driver) -> list[tuple[int, list[str]]]:
+    return [(o.slot, [m.decode(body).shard_id for body in o.bodies]) for o in run.look(e.AssignShards)]  # type: ignore[union-attr]
+
+
+def test_slots_that_train_together_share_out_the_shards_and_all_get_the_held_out_ones() -> None:
+    run = Driver(slots=3)
+    run.start()
+    for number in range(1, 7):
+        run.shard(number, held_out=number == 3)
+    run.idle(0)
+    assert assigned(run) == [(0, ["h1", "h2", "h3", "h4", "h5", "h6"])], "alone it gets everything"
+    run.idle(1)
+    assert assigned(run) == [(1, ["h1", "h3", "h5"])]
+    run.shard(7)
+    run.shard(8)
+    assert assigned(run) == [(1, ["h7"]), (0, ["h8"])]
+    run.yielded(0, reason="error: out of memory")
+    assert run.holders() == [None, "drafter", "rollout"]
+    assert assigned(run) == [(1, [f"h{number}" for number in range(1, 9)])], "what the other one had is left to it"
+
+
+def test_few_shards_are_not_shared_out() -> None:
+    run = Driver(slots=3)
+    run.start()
+    for number in range(1, 4):
+        run.shard(number)
+    run.idle(0)
+    run.idle(1)
+    assert assigned(run) == [(0, ["h1", "h2", "h3"]), (1, ["h1", "h2", "h3"])]
+
+
 def test_a_late_yield_is_counted_and_waited_for_no_longer_but_its_work_counts() -> None:
     run = Driver()
     run.start()
@@ -86,6 +118,27 @@ def test_a_trainer_that_gives_up_is_not_asked_again_before_something_changed() -
     run.shard(3)
     assert run.holders()[0] is None
     assert run.state.account.counts == {"trainer_yielded_no_data": 1, "trainer_yielded_error": 1}
+
+
+def test_a_trainer_whose_training_does_not_pay_rests_until_the_next_requests() -> None:
+    run = Driver(steps=2)
+    run.start()
+    run.shard(1)
+    run.idle(0)
+    run.yielded(0, reason="budget_no_gain", seconds=0.0)
+    assert not run.look(e.Note), "nothing is wrong"
+    run.shard(2)
+    run.tell(e.Tick(), after=3.0)
+    assert run.holders()[0] is None
+    assert run.state.account.unused_s == {"trainer_yielded_budget_no_gain": 3.0}
+    facts = spot_facts([], run.state.account)
+    assert facts["slot_idle_s"] == 3.0 and facts["yield_s_p99"] == 0.0, "nobody asked for the slot"
+    run.answer(0, 0)
+    run.answer(0, 1)
+    run.idle(1)
+    run.trained(0)
+    run.idle(0)
+    assert run.holders()[0] == "drafter", "asked again with the next step"
 
 
 def test_with_a_learner_of_its_own_training_goes_on_until_the_next_admission() -> None:

@@ -13,9 +13,9 @@ from tlt_pipeline.scheduling.records import (
     answer_facts,
     mean,
     percentile,
-    summarise,
 )
 from tlt_pipeline.scheduling.state import Account, Answer
+from tlt_pipeline.scheduling.summary import summarise
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,11 @@ def record(step: int, **changes: Any) -> StepRecord:
         "learner_s": 1.0,
         "step_s": 3.5,
         **answer_facts(answers),
-        **account_facts(Account(idle_s=1.0, used_s=0.75, drafter_versions=2, yields=1, yield_s=0.2)),
+        **account_facts(
+            Account(
+                idle_s=1.0, used_s=0.75, drafter_versions=2, yields=1, yield_seconds=(0.1 * step,), drafter_wait_s=0.05
+            )
+        ),
     }
     return StepRecord(**(facts | changes))
 
@@ -98,7 +102,9 @@ def test_the_summary_has_the_fields_that_users_read() -> None:
     assert {name: summary[name] for name in expected} == expected
     assert (summary["reward_first"], summary["reward_last"]) == (pytest.approx(0.1), pytest.approx(0.4))
     assert (summary["acceptance_length_first"], summary["acceptance_length_last"]) == (1.5, 3.0)
-    assert summary["counts"] == {"late_yields": 1} and summary["yield_s_mean"] == pytest.approx(0.2)
+    assert summary["counts"] == {"late_yields": 1} and summary["late_yields"] == 1
+    assert (summary["yield_s_p50"], summary["yield_s_p99"]) == (pytest.approx(0.2), pytest.approx(0.5))
+    assert summary["drafter_wait_share"] == pytest.approx(0.3 / 21.0)
 
 
 def test_a_run_without_steps_has_a_summary_too() -> None:

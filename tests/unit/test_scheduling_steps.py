@@ -7,6 +7,8 @@ import pytest
 from tests.unit.scheduling_driver import Driver, letter
 from tlt_pipeline import messages as m
 from tlt_pipeline.scheduling import events as e
+from tlt_pipeline.scheduling.spot import spot_facts
+from tlt_pipeline.scheduling.state import Account
 from tlt_pipeline.scheduling.status import waiting_for
 
 # --- the life of a step -------------------------------------------------------------------------------------
@@ -65,6 +67,43 @@ def test_the_record_of_a_step_adds_up() -> None:
     assert record.step_s == pytest.approx(7.5)
     assert record.tokens_per_s == pytest.approx(10.0)
     assert (record.requests_admitted, record.requests_trained, record.drafter_versions) == (2, 2, 1)
+
+
+def ready_with_a_slot_in_training() -> Driver:
+    """The step's last answer is there; slot 0 is held by its drafter trainer, slot 1 by its rollout worker."""
+    run = Driver(slots=2, steps=1)
+    run.start()
+    run.shard(1)
+    run.idle(0)
+    run.answer(0, 0, after=1.0)
+    run.answer(0, 1)
+    assert run.look(e.RecallLease)
+    return run
+
+
+def test_what_the_learner_waits_for_a_drafter_trainer_is_booked() -> None:
+    run = ready_with_a_slot_in_training()
+    run.idle(1, after=0.2)
+    run.now += 0.3
+    run.yielded(0, seconds=0.45, trained_s=0.9, counts={"drafter_refused_not_better": 2})
+    run.trained(0, after=2.0)
+    (recorded,) = run.look(e.RecordStep)
+    record = recorded.record
+    assert (record.yield_wait_s, record.drafter_wait_s) == (pytest.approx(0.5), pytest.approx(0.5))
+    facts = spot_facts([record], Account(yields=1, yield_seconds=(0.15,)))
+    assert facts["drafter_wait_share"] == pytest.approx(0.5 / record.step_s)
+    assert (facts["yields"], facts["yield_s_p50"], facts["yield_s_p99"]) == (2, 0.15, 0.45)
+    assert facts["drafter_versions_refused"] == {"not_better": 2}
+    assert facts["slot_idle_by_slot"] == {"0": {"idle_s": 1.0, "used_s": 0.9}}
+
+
+def test_waiting_for_a_rollout_worker_is_no_wait_for_the_drafter() -> None:
+    run = ready_with_a_slot_in_training()
+    run.yielded(0, seconds=0.0)
+    run.idle(1, after=0.3)
+    run.trained(0, after=2.0)
+    (recorded,) = run.look(e.RecordStep)
+    assert (recorded.record.yield_wait_s, recorded.record.drafter_wait_s) == (pytest.approx(0.3), 0.0)
 
 
 def test_the_start_of_new_workers_after_a_resume_is_no_rollout_time() -> None:

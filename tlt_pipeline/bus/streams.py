@@ -30,7 +30,8 @@ _RULES: dict[str, StreamRule] = {
     m.WEIGHTS: StreamRule((), (m.WeightsPublished,), removal="keep"),
     m.LEARNER_COMMANDS: StreamRule(("learner",), (m.TrainStep, m.Shutdown), limited=False),
 }
-_SLOT_COMMANDS = StreamRule(("worker",), (m.LeaseGranted, m.LeaseRecalled, m.ShardsAssigned, m.Shutdown))
+_COMMANDS = (m.LeaseGranted, m.LeaseRecalled, m.ShardsAssigned, m.DrafterRolledBack, m.Shutdown)
+_SLOT_COMMANDS = StreamRule(("worker",), _COMMANDS)
 
 
 def stream_rule(stream: str) -> StreamRule:

@@ -2,29 +2,43 @@
 
     checkpoints/drafter/slot0.safetensors     drafter.*, average.*, exp_avg.*, exp_avg_sq.*, step.*; metadata
 
+Other slots read from it what this one has learned and not published: a slot that was recalled early, or died, counts
+with what it did.
+
 Only what is trained is in it: the policy's frozen tensors are not, nor the data, which the scheduler hands out anew.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tlt_pipeline.drafter.merging import Work
 from tlt_pipeline.drafter.trainer import DrafterTrainer
+from tlt_pipeline.models.drafter import EagleDrafter
 from tlt_pipeline.rundir import storing
 
+MOST_OTHERS = 8
+"""Other slots' work is looked at in one judgement at most: each costs an evaluation."""
 _FORMAT = 1
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+_log: Any = structlog.get_logger("tlt.drafter")
 
 
 class StateUnusable(ValueError):
@@ -67,6 +81,23 @@ def write_snapshot(snapshot: Snapshot, path: Path) -> None:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def read_work(path: Path, like: EagleDrafter) -> Work:
+    """What a trainer had learned when it last saved, without its optimizer. Raises StateUnusable for a file of another
+    model, or damaged, or gone."""
+    found = copy.deepcopy(like)
+    try:
+        with safe_open(path, "pt", device=str(like.fc.weight.device)) as file, torch.no_grad():
+            facts: dict[str, int] = json.loads(file.metadata()["state"])
+            for name, parameter in found.named_parameters():
+                tensor: Tensor = file.get_tensor(f"average.{name}")
+                if tensor.shape != parameter.shape:
+                    raise ValueError(f"average.{name} is {tuple(tensor.shape)}, here {tuple(parameter.shape)}")
+                parameter.copy_(tensor)
+        return Work(found, int(facts["parent"]), int(facts["tokens_since_parent"]), "left_behind")
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise StateUnusable(f"{path} can't be used: {' '.join(str(error).split())}") from error
 
 
 def restore(trainer: DrafterTrainer, path: Path) -> bool:
@@ -132,3 +163,37 @@ class StateKeeper:
         """Waits for a write that is under way."""
         if self._writing is not None:
             await self._writing
+
+
+class LeftBehind:
+    """What the other slots' trainers have learned and not published, as their states on disk say; each once."""
+
+    def __init__(self, own: Path) -> None:
+        self._own = own
+        self._seen: dict[Path, int] = {}
+        self.counts: Counter[str] = Counter()
+
+    def read(self, like: EagleDrafter) -> list[Work]:
+        """Of states written since the last call; at most `MOST_OTHERS`, those with the most tokens."""
+        found: list[Work] = []
+        for path in sorted(self._own.parent.glob("slot*.safetensors")):
+            if path == self._own or not self._is_new(path):
+                continue
+            try:
+                work = read_work(path, like)
+            except StateUnusable as error:
+                self.counts["state_of_another_slot_unusable"] += 1
+                _log.warning("state of another slot not used", reason=str(error))
+                continue
+            if work.tokens > 0:
+                found.append(work)
+        return sorted(found, key=lambda work: -work.tokens)[:MOST_OTHERS]
+
+    def _is_new(self, path: Path) -> bool:
+        try:
+            written = path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return False
+        known = self._seen.get(path)
+        self._seen[path] = written
+        return known != written

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,9 @@ from tlt_pipeline.config import RunConfig
 from tlt_pipeline.drafter.batching import pack, split_documents
 from tlt_pipeline.drafter.buffer import DocumentBuffer
 from tlt_pipeline.drafter.evaluation import HeldOut, evaluate
+from tlt_pipeline.drafter.judging import Candidate, Judge, Judgement
 from tlt_pipeline.drafter.losses import FrozenParts, feature_loss, soft_cross_entropy
+from tlt_pipeline.drafter.merging import Lineage, Work
 from tlt_pipeline.drafter.shards import Document
 from tlt_pipeline.drafter.unrolling import unroll
 from tlt_pipeline.drafter.vocabulary import choose_vocabulary, count_tokens, coverage
@@ -53,25 +55,6 @@ class Progress:
     tokens: int = 0
     seconds: float = 0.0
     loss: float = 0.0
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """The trained drafter against the published one, on the same held-out data."""
-
-    candidate: HeldOut
-    published: HeldOut
-    worth: bool
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A drafter to publish: trained from version `parent`, on so many tokens, with that policy's head."""
-
-    drafter: EagleDrafter
-    parent: int
-    policy_version: int
-    tokens_trained: int
 
 
 class DrafterTrainer:
@@ -102,7 +85,9 @@ class DrafterTrainer:
         self.steps = self.tokens_trained = self.tokens_since_parent = 0
         self.counts: Counter[str] = Counter()
         self.seconds_per_token = self._guess_speed()
-        self._judged: tuple[tuple[int, int, int], HeldOut] | None = None
+        self.line = 0
+        """Grows when training begins again from a published version."""
+        self._judge = Judge(self.settings.min_gain, self.counts)
 
     # --- what the others publish ----------------------------------------------------------------------------------
 
@@ -130,15 +115,13 @@ class DrafterTrainer:
         _copy(drafter, self.published)
         self.version = version
 
-    def choose_start(self) -> bool:
+    def choose_start(self, judgement: Judgement | None) -> bool:
         """At the start of a lease: goes on from the newest published version, unless what was learned on top of an
-        older one is better on held-out data. True: the published one was taken."""
+        older one is better by `judgement` (None: not known). True: the published one was taken."""
         if self.parent == self.version:
             return False
-        if self.tokens_since_parent:
-            judgement = self.judge()
-            if judgement is not None and judgement.candidate.loss < judgement.published.loss:
-                return False
+        if self.tokens_since_parent and judgement is not None and judgement.own.loss < judgement.published.loss:
+            return False
         self.restart_from_published()
         return True
 
@@ -148,6 +131,7 @@ class DrafterTrainer:
         self._narrow, self._vocabulary_of = self.frozen.narrowed(self.drafter), None
         self.parent = self.version
         self.tokens_since_parent = 0
+        self.line += 1
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -223,27 +207,31 @@ class DrafterTrainer:
 
     # --- judging --------------------------------------------------------------------------------------------------
 
-    def judge(self, should_stop: Callable[[], bool] = lambda: False) -> Judgement | None:
-        """Compares what was learned with the published version. None: stopped, or no held-out data yet (counted).
-        Clearly worse (few data seen too often; another slot was quicker): training begins again from the published
-        one."""
+    def judge(
+        self,
+        should_stop: Callable[[], bool] = lambda: False,
+        others: Sequence[Work] = (),
+        lineage: Lineage | None = None,
+    ) -> Judgement | None:
+        """Compares what was learned, here and in `others`, with the published version. None: stopped, or no held-out
+        data yet (counted). Clearly worse (few data seen too often; another slot was quicker): training begins again
+        from the published one."""
         documents = self.buffer.held_out(HELD_OUT_BATCHES * self.settings.tokens_per_batch)
         if not documents:
             self.counts["no_held_out_data"] += 1
             return None
-        key = (self.version, self.frozen.policy_version, self.buffer.held_out_changes)
-        if self._judged is None or self._judged[0] != key:
-            published = self._evaluate(self.published, documents, should_stop)
-            self._judged = None if published is None else (key, published)
-        candidate = None if self._judged is None else self._evaluate(self.average, documents, should_stop)
-        if self._judged is None or candidate is None:
-            self.counts["judgement_cut_short"] += 1
-            return None
-        published = self._judged[1]
-        if candidate.loss > published.loss * (1.0 + LOST):
+        judgement = self._judge.compare(
+            Work(self.average, self.parent, self.tokens_since_parent),
+            Work(self.published, self.version, 0),
+            others,
+            lineage or Lineage(),
+            evaluate=lambda drafter: self._evaluate(drafter, documents, should_stop),
+            key=(self.version, self.frozen.policy_version, self.buffer.held_out_changes),
+        )
+        if judgement is not None and judgement.own.loss > judgement.published.loss * (1.0 + LOST):
             self.counts["lost_its_way"] += 1
             self.restart_from_published()
-        return Judgement(candidate, published, candidate.loss < published.loss * (1.0 - self.settings.min_gain))
+        return judgement
 
     def _evaluate(
         self, drafter: EagleDrafter, documents: list[Document], should_stop: Callable[[], bool]
@@ -258,15 +246,32 @@ class DrafterTrainer:
             should_stop=should_stop,
         )
 
-    def candidate(self) -> Candidate:
-        """A copy of what `judge` judged, for publishing while training goes on."""
-        return Candidate(copy.deepcopy(self.average), self.parent, self.frozen.policy_version, self.tokens_since_parent)
+    def candidate(self, judgement: Judgement | None = None) -> Candidate:
+        """A copy of what `judge` found best (None: the trainer's own), for publishing while training goes on."""
+        own = copy.deepcopy(self.average)
+        work = (judgement and judgement.better) or Work(own, self.parent, self.tokens_since_parent)
+        policy_version = self.frozen.policy_version
+        return Candidate(
+            work.drafter, work.parent, policy_version, work.tokens, own, self.tokens_since_parent, self.line
+        )
 
     def adopt(self, version: int, candidate: Candidate) -> None:
-        """The candidate was published as `version`: training goes on from where it is."""
+        """The candidate was published as `version`: training goes on from where it is, moved by what the published one
+        has in addition to the trainer's own."""
         self.follow(version, candidate.drafter)
+        if candidate.line != self.line:
+            return
+        self._move(candidate.own, candidate.drafter)
         self.parent = version
-        self.tokens_since_parent -= candidate.tokens_trained
+        self.tokens_since_parent -= candidate.own_tokens
+
+    @torch.no_grad()
+    def _move(self, origin: EagleDrafter, target: EagleDrafter) -> None:
+        if origin is target:
+            return
+        by = torch._foreach_sub(list(target.parameters()), list(origin.parameters()))
+        for moved in (self.drafter, self.average):
+            torch._foreach_add_(list(moved.parameters()), by)
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of all that a checkpoint needs: weights, their average, optimizer moments."""

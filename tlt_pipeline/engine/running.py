@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tlt_pipeline.engine.ngram import NgramText
 from tlt_pipeline.engine.results import Finished
 from tlt_pipeline.engine.stopping import find_end
-from tlt_pipeline.messages import DraftStats, FinishReason, RolloutRequest
+from tlt_pipeline.messages import DrafterUse, DraftStats, FinishReason, RolloutRequest
 from tlt_pipeline.models.tokenizer import Tokenizer
 
 
@@ -26,7 +26,8 @@ class Running:
     drafts: int = 0
     drafted: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
-    drafter_versions: list[int] = field(default_factory=list)
+    drafters: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    """By version: verify passes with its proposals, those whose first proposal was right."""
     streamed: int = 0
     """Positions whose features left already."""
     rejections: int = 0
@@ -46,8 +47,9 @@ class Running:
         self.accepted_by_position.extend([0] * max(depth - len(self.accepted_by_position), 0))
         for position in range(accepted):
             self.accepted_by_position[position] += 1
-        if drafter_version is not None and drafter_version not in self.drafter_versions:
-            self.drafter_versions.append(drafter_version)
+        if drafter_version is not None:
+            drafts, hits = self.drafters.get(drafter_version, (0, 0))
+            self.drafters[drafter_version] = drafts + 1, hits + bool(accepted)
 
     def extend(
         self, tokens: list[int], logprobs: list[float], policy_logprobs: list[float], tokenizer: Tokenizer
@@ -71,7 +73,11 @@ class Running:
             accepted=sum(self.accepted_by_position),
             accepted_by_position=tuple(self.accepted_by_position),
             decode_steps=self.decode_steps,
-            drafter_versions=tuple(self.drafter_versions),
+            drafter_versions=tuple(self.drafters),
+            drafters=tuple(
+                DrafterUse(version=version, drafts=drafts, hits=hits)
+                for version, (drafts, hits) in self.drafters.items()
+            ),
         )
         return Finished(
             self.request, self.tokens, self.logprobs, self.policy_logprobs, reason, stats, self.started_at

@@ -22,10 +22,10 @@ def accrue(state: State, now: float) -> State:
     """Books the time since the last event under the state that held until now. A clock that went back
     counts as none."""
     passed = max(0.0, now - state.accrued_at)
-    state = replace(state, accrued_at=now)
+    state = _accrue_wait(replace(state, accrued_at=now), passed)
     if passed == 0.0 or not is_idle_time(state):
         return state
-    unused = dict(state.account.unused_s)
+    unused, by_slot = dict(state.account.unused_s), dict(state.account.idle_by_slot)
     idle_s, slots = state.account.idle_s, list(state.slots)
     for number, slot in enumerate(slots):
         if slot.holder == "drafter":
@@ -36,21 +36,33 @@ def accrue(state: State, now: float) -> State:
         else:
             continue
         idle_s += passed
-    account = replace(state.account, idle_s=idle_s, unused_s=unused)
+        by_slot[number] = by_slot.get(number, 0.0) + passed
+    account = replace(state.account, idle_s=idle_s, idle_by_slot=by_slot, unused_s=unused)
     return replace(state, slots=tuple(slots), account=account)
 
 
-def book_yield(state: State, event: WorkerYielded, idle_s: float) -> State:
+def _accrue_wait(state: State, passed: float) -> State:
+    """A step is ready for the learner and a drafter trainer still holds a slot."""
+    if state.ready_at is None or not any(slot.holder == "drafter" for slot in state.slots):
+        return state
+    return replace(state, account=replace(state.account, drafter_wait_s=state.account.drafter_wait_s + passed))
+
+
+def book_yield(state: State, event: WorkerYielded, idle_s: float, *, asked: bool) -> State:
     """A drafter lease with `idle_s` of idle time has ended; of that, the time really trained counts as
-    used."""
+    used. `asked`: it was recalled, so what it took to give the slot back is looked at."""
+    for reason, amount in event.counts.items():
+        state = count(state, reason, amount)
     account = state.account
     used_s = min(max(event.trained_s, 0.0), idle_s)
+    took = (round(max(event.seconds, 0.0), 4),) if asked else ()
     account = replace(
         account,
         used_s=account.used_s + used_s,
+        used_by_slot={**account.used_by_slot, event.slot: account.used_by_slot.get(event.slot, 0.0) + used_s},
         drafter_tokens=account.drafter_tokens + event.tokens_trained,
         yields=account.yields + 1,
-        yield_s=account.yield_s + max(event.seconds, 0.0),
+        yield_seconds=account.yield_seconds + took,
     )
     return replace(state, account=account)
 

@@ -34,6 +34,7 @@ from tlt_pipeline.scheduling.leases import (
     slots_are_free,
 )
 from tlt_pipeline.scheduling.records import mean
+from tlt_pipeline.scheduling.rollback import note_drafts
 from tlt_pipeline.scheduling.state import Batch, State, Training
 from tlt_pipeline.scheduling.waiting import is_eval_due, live_steps, ready_batch
 
@@ -117,7 +118,7 @@ def note_completion(state: State, event: CompletionSeen, now: float) -> Decision
             f"{event.request_id} was written by policy version {event.policy_version} instead of "
             f"{batch.policy_version}: the staleness bound can't be kept, please report this",
         )
-    state = count(state, f"answers_{event.claim}")
+    state = note_drafts(count(state, f"answers_{event.claim}"), event)
     return _put_batch(state, replace(batch, answers={**batch.answers, key: event.answer}), now), []
 
 

@@ -50,6 +50,7 @@ from tlt_pipeline.scheduling.leases import (
     note_yield,
     recall_leases,
 )
+from tlt_pipeline.scheduling.rollback import roll_back
 from tlt_pipeline.scheduling.shards import assign_shards, evict_shards, take_shard
 from tlt_pipeline.scheduling.state import Presence, State
 from tlt_pipeline.scheduling.waiting import is_ending, is_over
@@ -63,6 +64,7 @@ _FOLLOWS: tuple[Callable[[State, float], Decision], ...] = (
     grant_leases,
     lambda state, _: evict_shards(state),
     lambda state, _: assign_shards(state),
+    lambda state, _: roll_back(state),
     lambda state, _: finish(state),
 )
 

@@ -14,6 +14,7 @@ from tlt_pipeline.messages import (
     Claim,
     Completion,
     DeadLetter,
+    DrafterUse,
     HiddenShard,
     Holder,
     Purpose,
@@ -53,6 +54,7 @@ class CompletionSeen:
     accepted: int = 0
     verified: bool = True
     claim: Claim = "exact"
+    drafters: tuple[DrafterUse, ...] = ()
 
     @classmethod
     def of(cls, completion: Completion) -> CompletionSeen:
@@ -65,6 +67,7 @@ class CompletionSeen:
             accepted=completion.draft.accepted,
             verified=completion.reward_error is None,
             claim=completion.claim,
+            drafters=completion.draft.drafters,
         )
 
     @property
@@ -125,6 +128,15 @@ class RecallLease:
 
 
 @dataclass(frozen=True)
+class RollBack:
+    """Have this slot's trainer publish the weights of drafter version `to` again: `version` drafts worse."""
+
+    slot: int
+    version: int
+    to: int
+
+
+@dataclass(frozen=True)
 class SendTrainStep:
     step: int
     policy_version: int
@@ -179,6 +191,7 @@ Command = (
     | GrantLease
     | AssignShards
     | RecallLease
+    | RollBack
     | SendTrainStep
     | DropShards
     | RecordStep

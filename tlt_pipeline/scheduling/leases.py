@@ -9,6 +9,7 @@ from tlt_pipeline.scheduling.accounts import book_yield, count, end_late
 from tlt_pipeline.scheduling.events import Command, GrantLease, Note, RecallLease
 from tlt_pipeline.scheduling.state import Presence, Slot, State
 from tlt_pipeline.scheduling.waiting import (
+    BUDGET,
     NO_DATA,
     has_rollout_work,
     is_ending,
@@ -107,19 +108,19 @@ def note_yield(state: State, event: WorkerYielded) -> Decision:
         return count(state, "ignored_unknown_worker"), []
     slot = state.slots[event.slot]
     if slot.late_lease and event.lease == slot.late_lease:
-        state = book_yield(state, event, slot.late_idle_s)
+        state = book_yield(state, event, slot.late_idle_s, asked=True)
         return put_slot(state, event.slot, replace(slot, late_lease=0, late_idle_s=0.0)), []
     if slot.holder != "drafter" or event.lease != slot.lease:
         return count(state, "ignored_old_lease"), []
-    state = book_yield(state, event, slot.lease_idle_s)
     asked = slot.recalled_at is not None
+    state = book_yield(state, event, slot.lease_idle_s, asked=asked)
     slot = replace(slot, holder=None, recalled_at=None, lease_idle_s=0.0)
     if asked:
         return put_slot(state, event.slot, slot), []
     kind = event.reason.partition(":")[0].strip() or "unsaid"
     slot = replace(slot, barred=kind, barred_at=state.shards_seen if kind == NO_DATA else state.admissions)
     state = count(put_slot(state, event.slot, slot), f"trainer_yielded_{kind}")
-    if kind in (NO_DATA, "budget"):
+    if kind == NO_DATA or kind.startswith(BUDGET):
         return state, []
     return state, [Note("drafter trainer gave up its slot", {"slot": event.slot, "reason": event.reason})]
 
@@ -202,7 +203,7 @@ def grant_leases(state: State, now: float) -> Decision:
         holder = _next_holder(state, slot, now, orphaned=orphaned)
         if holder is None:
             continue
-        slot = replace(slot, holder=holder, lease=slot.lease + 1, assigned=0, barred="")
+        slot = replace(slot, holder=holder, lease=slot.lease + 1, assigned=0, share=(0, 1), barred="")
         if holder == "rollout":
             slot = replace(slot, admissions=state.admissions)
         state = put_slot(state, number, slot)

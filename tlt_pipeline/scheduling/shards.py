@@ -1,8 +1,8 @@
 """The buffer of drafter-training data: what is kept, and who gets what.
 
-A trainer gets everything in the buffer, and what arrives while it trains. (Sharing shards out between
-trainers pays only once their results are merged.) Held-out shards go to all: versions are compared on
-them.
+A trainer that is alone gets everything in the buffer, and what arrives while it trains. Several share out what there
+is and what arrives, and their results are merged; what one of them has got before the others came stays with it.
+Held-out shards go to all: versions are compared on them.
 """
 
 from __future__ import annotations
@@ -88,14 +88,26 @@ def _drop(state: State, goes: Callable[[Shard], bool], reason: str) -> tuple[Sta
 
 
 def assign_shards(state: State) -> tuple[State, list[Command]]:
-    """To each training slot what it doesn't have yet, in pieces that fit a message."""
+    """To each training slot what it doesn't have yet of its share, in pieces that fit a message."""
     slots, commands = list(state.slots), list[Command]()
-    for number, slot in enumerate(slots):
-        if slot.holder != "drafter" or slot.recalled_at is not None or slot.assigned == state.shards_seen:
-            continue
-        bodies = [shard.body for shard in state.shards if shard.number > slot.assigned]
-        for start in range(0, len(bodies), SHARDS_A_MESSAGE):
-            piece = tuple(bodies[start : start + SHARDS_A_MESSAGE])
-            commands.append(AssignShards(number, slot.lease, piece))
-        slots[number] = replace(slot, assigned=state.shards_seen)
+    training = [n for n, slot in enumerate(slots) if slot.holder == "drafter" and slot.recalled_at is None]
+    for place, number in enumerate(training):
+        slot, share = slots[number], (place, len(training))
+        if share != slot.share and share[1] <= slot.share[1]:
+            slot = replace(slot, assigned=0)  # another one's shards are left to it; the trainer knows what it has
+        if slot.assigned != state.shards_seen:
+            bodies = [shard.body for shard in _share_of(state, slot.assigned, *share)]
+            for start in range(0, len(bodies), SHARDS_A_MESSAGE):
+                piece = tuple(bodies[start : start + SHARDS_A_MESSAGE])
+                commands.append(AssignShards(number, slot.lease, piece))
+        slots[number] = replace(slot, assigned=state.shards_seen, share=share)
     return replace(state, slots=tuple(slots)), commands
+
+
+def _share_of(state: State, after: int, place: int, sharers: int) -> list[Shard]:
+    """Every `sharers`-th one, from `place` on; everything where there are too few to share out."""
+    listed = [shard for shard in state.shards if not shard.held_out]
+    if len(listed) >= 2 * sharers:
+        listed = [shard for shard in listed if shard.number % sharers == place]
+    own = {shard.number for shard in listed}
+    return [s for s in state.shards if s.number > after and (s.held_out or s.number in own)]

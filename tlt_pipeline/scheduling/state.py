@@ -99,6 +99,8 @@ class Slot:
     recalled_at: float | None = None
     assigned: int = 0
     """Number of the newest shard sent under the current drafter lease."""
+    share: tuple[int, int] = (0, 1)
+    """Its place among the slots that trained when it was sent, and their number: which shards are its own."""
     lease_idle_s: float = 0.0
     """Share of `slot_idle_s` that passed under the current drafter lease: the most that can count as used."""
     late_lease: int = 0
@@ -174,18 +176,41 @@ class Account:
     """What happened since the last finished step. `used_s` never exceeds `idle_s`, summed from the start of
     the run.
 
-    `unused_s`: idle seconds in which no drafter held the slot, by reason. `counts`: what was skipped, late
-    or lost."""
+    `unused_s`: idle seconds in which no drafter held the slot, by reason. `yield_seconds`: what each order to give a
+    slot back took. `drafter_wait_s`: the learner could have begun, but for a slot that a drafter trainer held.
+    `counts`: what was skipped, late or lost."""
 
     idle_s: float = 0.0
     used_s: float = 0.0
+    idle_by_slot: Mapping[int, float] = field(default_factory=dict[int, float])
+    used_by_slot: Mapping[int, float] = field(default_factory=dict[int, float])
     unused_s: Mapping[str, float] = field(default_factory=dict[str, float])
     drafter_tokens: int = 0
     yields: int = 0
-    yield_s: float = 0.0
+    yield_seconds: tuple[float, ...] = ()
+    drafter_wait_s: float = 0.0
     drafter_versions: int = 0
     dead_letters: int = 0
     counts: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+class Duel(NamedTuple):
+    """Two drafter versions in the same answers: verify passes with proposals of each, and those whose first proposal
+    was right."""
+
+    drafts_before: int = 0
+    hits_before: int = 0
+    drafts_now: int = 0
+    hits_now: int = 0
+
+
+@dataclass(frozen=True)
+class Live:
+    """How drafter `version` does in the rollout against those before it, by their number."""
+
+    version: int = 0
+    duels: Mapping[int, Duel] = field(default_factory=dict[int, Duel])
+    rolled_back: bool = False
 
 
 class Recent(NamedTuple):
@@ -220,6 +245,7 @@ class State:
     drafter_floor: int = 0
     """Drafter versions up to this one were counted in an earlier life of the run."""
     drafter_versions: frozenset[int] = frozenset()
+    live: Live = Live()
     began_at: float | None = None
     """When the first rollout worker took a lease: the workers' own start-up is no rollout time."""
     learner: Presence = Presence()

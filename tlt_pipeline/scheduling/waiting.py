@@ -6,6 +6,9 @@ from tlt_pipeline.scheduling.state import Batch, Slot, State
 
 NO_DATA = "no_data"
 """Reason of a trainer that had nothing to train on; it is asked again when a shard arrives."""
+BUDGET = "budget_"
+"""Beginning of the reasons of a trainer that found that training doesn't pay; it is asked again with the next requests
+that are admitted."""
 
 
 def is_over(state: State) -> bool:

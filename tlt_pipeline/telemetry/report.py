@@ -35,8 +35,6 @@ def print_summary(summary: Mapping[str, Any], run_dir: Path, console: Console) -
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     s = summary
     rewards = [float(value) for value in s["reward_by_step"]]
-    idle, used = float(s["slot_idle_s"]), float(s["slot_idle_used_s"])
-    share = f", {used / idle:.0%} of it used for the drafter" if idle else ""
     unscored = f", {s['unverified']} without a verdict (see logs/rollout-*.log)" if s.get("unverified") else ""
     return [
         ("steps", f"{s['steps']}, policy version {s['policy_version']}"),
@@ -47,7 +45,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{s['acceptance_length_first']:.2f} → {s['acceptance_length_last']:.2f}",
         ),
         ("time", f"{s['step_s']:.1f} s in steps: {s['rollout_s']:.1f} s rollout, {s['learner_s']:.1f} s learner"),
-        ("idle slots", f"{idle:.1f} s{share}"),
+        *spot_rows(s),
         (
             "answers",
             f"{s['requests_trained']} trained of {s['requests_admitted']}, {s['dead_letters']} dead letters{unscored}",
@@ -55,6 +53,34 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("claim", f"{s['claim']}: {_CLAIMS.get(s['claim'], '')}"),
         ("answer length", f"p50 {s['answer_length_p50']}, p99 {s['answer_length_p99']} tokens"),
     ]
+
+
+def spot_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What idle slots did, from `scheduling.spot.spot_facts`; of a summary written before those facts, what it has."""
+    idle, used = float(facts["slot_idle_s"]), float(facts["slot_idle_used_s"])
+    share = f", {used / idle:.0%} of it used for the drafter" if idle else ""
+    unused = _largest(facts.get("slot_idle_unused_s", {}), ".1f").replace(" (", "; seconds without a trainer (")
+    rows = [("idle slots", f"{idle:.1f} s{share}{unused}")]
+    if facts.get("yields") and "yield_s_p99" in facts:
+        given_back = f"p50 {facts['yield_s_p50']:.3f}, p99 {facts['yield_s_p99']:.3f} s after the order"
+        waited = f"the learner waited {facts['drafter_wait_s']:.1f} s ({facts['drafter_wait_share']:.1%} of the steps)"
+        rows.append(("given back", f"{given_back}; {waited}"))
+    if "drafter_versions_refused" in facts:
+        merges = facts["drafter_merges"]
+        refused = facts["drafter_versions_refused"]
+        told = f"{facts['drafter_tokens_trained']} tokens, {facts['drafter_versions_published']} versions published, "
+        told += f"{sum(refused.values())} refused{_largest(refused, 'd')}"
+        told += f"; {merges['better']} of {merges['tried']} merges better" if merges["tried"] else ""
+        told += f"; {facts['drafter_rollbacks']} rolled back" if facts["drafter_rollbacks"] else ""
+        rows.append(("spot trainer", told))
+    return rows
+
+
+def _largest(amounts: Mapping[str, float], form: str) -> str:
+    """The three largest with their reasons, in brackets; "" where there are none."""
+    largest = sorted(amounts.items(), key=lambda item: -item[1])[:3]
+    told = [f"{reason.replace('_', ' ')} {amount:{form}}" for reason, amount in largest]
+    return f" ({', '.join(told)})" if told else ""
 
 
 def next_commands(run_dir: Path) -> list[tuple[str, str]]:
