@@ -23,7 +23,8 @@ POLICY = CONFIGS / "quickstart-policy"
 
 
 def config(**drafter: str) -> RunConfig:
-    settings = {"policy.model": POLICY, "engine.threads": 1, "rollout.max_new_tokens": 48, **drafter}
+    cold = {"policy.model": POLICY, "drafter.init": "from_policy_layer"}
+    settings = {**cold, "engine.threads": 1, "rollout.max_new_tokens": 48, **drafter}
     return load_config(CONFIGS / "quickstart.yaml", [f"{name}={value}" for name, value in settings.items()])
 
 
@@ -34,7 +35,7 @@ def test_a_warm_drafter_is_better_than_its_start_and_a_run_begins_with_it(tmp_pa
     assert json.loads((out / "warmup.json").read_text())["acceptance_length"] == report.acceptance_length
     policy, tokenizer = load_decoder(POLICY), load_tokenizer(POLICY)
     begun = start_drafter(config(**{"drafter.init": str(out)}), policy, tokenizer)
-    cold = start_drafter(config(**{"drafter.init": "from_policy_layer"}), policy, tokenizer)
+    cold = start_drafter(config(), policy, tokenizer)
     assert not torch.equal(begun.fc.weight, cold.fc.weight)
     again = run_warmup(config(**{"drafter.init": str(out)}), out, seconds=1.0)  # goes on from it, in its place
     assert again.acceptance_length_start > report.acceptance_length_start
