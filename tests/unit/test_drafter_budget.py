@@ -41,6 +41,12 @@ def test_it_rests_and_tries_again_ever_more_seldom() -> None:
     assert rests == [1, 2, 4, 4, 4]
 
 
+def test_a_look_without_training_changes_nothing() -> None:
+    budget = stopped()
+    assert budget.note(0.0, 3.0, worth=False) is None
+    assert [budget.begin(3.0), budget.begin(3.0)] == [RESTING, None]
+
+
 def test_a_try_may_take_several_leases() -> None:
     budget = stopped()
     assert budget.begin(3.0) == RESTING

@@ -57,7 +57,7 @@ class Budget:
             return None
         self._best_length = acceptance_length
         self._rest = min(2 * self._rest or 1, self._settings.longest_rest)
-        self._rested = 0
+        self._spent_s, self._rested = 0.0, 0
         return NO_GAIN
 
     def _has_fallen(self, acceptance_length: float | None) -> bool:
