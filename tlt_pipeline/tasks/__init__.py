@@ -21,7 +21,7 @@ To add a task, the cheapest way that does:
 
     `my_checks.score(answer: str, entry: dict) -> float` gets the answer found by `task.answer_pattern` and the
     whole row, with `answer` as text. It runs in a process of its own that may be killed: keep no state. To be given
-    all of the text, set `task.answer_pattern: (?s)(.*)`.
+    all of the text, set `task.answer_pattern: (?s)(.+)`.
 
 3.  Procedural prompts of your own: a class beside `GymPrompts` with `label`, `held_out` and `at(position)`, pure
     functions of its arguments, and a branch for it in `mix._open` and `verifiers.score_answer`.
