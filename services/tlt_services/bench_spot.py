@@ -155,7 +155,10 @@ class Streaming:
         self._writing, self._lock, self._collecting_s = list[asyncio.Task[None]](), asyncio.Lock(), 0.0
         began, used = time.perf_counter(), time.process_time()
         loop.submit(self.requests)
-        await self._ended.wait()
+        ended = asyncio.create_task(self._ended.wait())
+        await asyncio.wait({ended, loop.failure}, return_when=asyncio.FIRST_COMPLETED)
+        if loop.failure.done():
+            loop.failure.result()
         seconds = time.perf_counter() - began
         await asyncio.gather(*self._writing)
         if self._collector is not None:
@@ -179,9 +182,6 @@ class Streaming:
 
         async with self._lock:
             self._shards += await asyncio.to_thread(collect)
-
-
-# --- packing ----------------------------------------------------------------------------------------------------------
 
 
 def measure_packing(trainer: DrafterTrainer) -> dict[str, float]:

@@ -40,7 +40,8 @@ def test_the_report_has_every_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(bench_spot_loss, "TOKENS", 256)
     monkeypatch.setattr(bench_spot_loss, "MOST_TOKENS", 512)
     file, threads = tmp_path / "spot.json", torch.get_num_threads()
-    assert bench_spot.main(write_tiny_config(tmp_path), ["rollout.prompts_per_step=8"], file) == 0
+    small = ["rollout.prompts_per_step=8", "drafter.train.tokens_per_batch=64"]
+    assert bench_spot.main(write_tiny_config(tmp_path), small, file) == 0
     torch.set_num_threads(threads)
     report = json.loads(file.read_text())
     assert report.keys() == {"streaming", "packing", "checkpoint", "loss_memory"}
