@@ -40,6 +40,8 @@ from tlt_pipeline.models.export import export_drafter
 from tlt_pipeline.models.tokenizer import Tokenizer
 from tlt_pipeline.weights import WeightStore
 
+_SHUTDOWN_S = 10.0
+
 
 class VllmEngine:
     def __init__(
@@ -193,7 +195,7 @@ class VllmEngine:
         await asyncio.gather(*self._beside, return_exceptions=True)
         if self._llm is not None:
             llm, self._llm = self._llm, None
-            await asyncio.to_thread(llm.shutdown)
+            await asyncio.to_thread(llm.shutdown, _SHUTDOWN_S)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
     # --- one answer -------------------------------------------------------------------------------------------------
