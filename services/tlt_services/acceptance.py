@@ -52,7 +52,14 @@ def held_out_requests(
 def chain_config(config: EngineConfig, depth: int) -> EngineConfig:
     """The engine's settings with a chain of `depth` in every step."""
     speculation = config.speculation.model_copy(
-        update={"drafter": "eagle", "choice": "fixed", "depth": depth, "trees": (), "ngram_depths": (), "max_batch": 1024}
+        update={
+            "drafter": "eagle",
+            "choice": "fixed",
+            "depth": depth,
+            "trees": (),
+            "ngram_depths": (),
+            "max_batch": 1024,
+        }
     )
     return config.model_copy(update={"speculation": speculation})
 

@@ -1,9 +1,9 @@
 """The EAGLE drafter of this project as a vLLM model.
 
 vLLM's own EAGLE-1 class reads the hidden state after the policy's final norm and has no norm of its own; this drafter
-reads it before that norm and predicts the next one there (models/drafter.py). So it takes the way of EAGLE-3: vLLM hands
-over the output of the policy's last layer as the only auxiliary state, and what the model returns beside its normed
-output is fed back. Embedding and LM head are the policy's modules, shared; `norm` has the policy's weight.
+reads it before that norm and predicts the next one there (models/drafter.py). So it goes the way of EAGLE-3: vLLM
+hands over the output of the policy's last layer as the only auxiliary state, and what the model returns beside its
+normed output is fed back. Embedding and LM head are the policy's modules, shared; `norm` has the policy's weight.
 Shapes: N = tokens, C = hidden size.
 """
 

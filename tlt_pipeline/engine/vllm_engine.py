@@ -45,7 +45,13 @@ _SHUTDOWN_S = 10.0
 
 class VllmEngine:
     def __init__(
-        self, config: RunConfig, policy: DecoderConfig, tokenizer: Tokenizer, on_output: OnOutput, scratch: Path, seed: int
+        self,
+        config: RunConfig,
+        policy: DecoderConfig,
+        tokenizer: Tokenizer,
+        on_output: OnOutput,
+        scratch: Path,
+        seed: int,
     ) -> None:
         self.config, self.policy_config, self.tokenizer, self.scratch = config, policy, tokenizer, scratch
         self.claim: Claim = "distribution"
@@ -74,8 +80,8 @@ class VllmEngine:
         scratch: Path,
         seed: int = 0,
     ) -> VllmEngine:
-        """Starts vLLM with this policy version. `scratch`: a folder of this engine's own. Raises ConfigError: vLLM isn't
-        here, or another one."""
+        """Starts vLLM with this policy version. `scratch`: a folder of this engine's own. Raises ConfigError: vLLM
+        isn't here, or another one."""
         require_vllm()
         folder = store.folder("policy", version)
         engine = cls(config, read_config(folder), tokenizer, on_output, scratch, seed)
@@ -123,7 +129,7 @@ class VllmEngine:
         for request in requests:
             if request.request_id not in unfit:
                 self._answers[request.request_id] = asyncio.create_task(self._answer(request))
-        if self._answers:
+        if requests and self._answers:
             self.steering.context = max(request.prompt.length for request in requests)
             self.steering.steer(len(self._answers))
 
@@ -155,9 +161,7 @@ class VllmEngine:
                 await self._llm.collective_rpc("tlt_load_policy", args=(str(folder.resolve()), tied))
             await self._llm.reset_prefix_cache()
             if self.config.trains_drafter:
-                self._refeed = await asyncio.to_thread(
-                    store.load_policy, version, dtype=self.dtype, device=self.device
-                )
+                self._refeed = await asyncio.to_thread(store.load_policy, version, dtype=self.dtype, device=self.device)
             self.policy_version = version
 
     async def load_drafter(self, store: WeightStore, published: WeightsPublished) -> None:
@@ -214,8 +218,8 @@ class VllmEngine:
             stream = self._llm.generate(
                 {"prompt_token_ids": request.prompt.tolist()}, params, request.request_id, priority=request.step
             )
-            async for last in stream:
-                pass
+            async for part in stream:
+                last = part
             drafters = sorted({*drafters, self.drafter_version} - {0})
             output = await self._finish(request, last.outputs[0], started, drafters)
         except asyncio.CancelledError:

@@ -38,7 +38,7 @@ class Steering:
         self.has_drafter = config.drafter != "eagle"
         self.context = 0
         """The longest prompt of late: what answers have grown to isn't known here."""
-        self.moment = time.perf_counter()
+        self.moment = 0.0
         self._set_depth = set_depth
         self._depths: dict[int, int] = {}
 

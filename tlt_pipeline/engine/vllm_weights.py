@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _PROBED = 4
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -88,6 +88,9 @@ class WorkerExtension:
             drafter.follow_policy(policy)
         check_policy(policy, Path(folder), tied)
 
+    def tlt_check_policy(self, folder: str, tied: bool) -> None:
+        check_policy(self.get_model(), Path(folder), tied)  # type: ignore[attr-defined]
+
     def tlt_load_drafter(self, folder: str) -> None:
         """`folder`: an exported drafter."""
         drafter: Any = self.get_draft_model()  # type: ignore[attr-defined]
@@ -114,15 +117,15 @@ def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
 def check_policy(policy: Any, folder: Path, tied: bool) -> None:
     """The embedding, first and last layer and the LM head, each by what it computes."""
     last = policy.config.num_hidden_layers - 1
-    wanted = {_EMBEDDING, "model.norm.weight", f"model.layers.{last}.mlp.down_proj.weight"}
-    wanted |= {"model.layers.0.self_attn.q_proj.weight"} | (set() if tied else {_HEAD})
-    found = _read(folder, wanted)
+    queries = "model.layers.0.self_attn.q_proj.weight"
+    down, head = f"model.layers.{last}.mlp.down_proj.weight", _EMBEDDING if tied else _HEAD
+    found = _read(folder, {_EMBEDDING, _NORM, queries, down, head})
     embedding_VC = policy.model.embed_tokens.weight[: len(found[_EMBEDDING])]  # vLLM's is padded
     _compare("the embedding", _rows(embedding_VC), _rows(found[_EMBEDDING]))
-    _compare("the final norm", policy.model.norm.weight, found["model.norm.weight"])
-    _compare_linear("layer 0's queries", policy.model.layers[0].self_attn.qkv_proj, found["model.layers.0.self_attn.q_proj.weight"])  # fmt: skip
-    _compare_linear("the last layer's down projection", policy.model.layers[last].mlp.down_proj, found[f"model.layers.{last}.mlp.down_proj.weight"])  # fmt: skip
-    _compare_linear("the LM head", policy.lm_head, found[_EMBEDDING] if tied else found[_HEAD])
+    _compare("the final norm", policy.model.norm.weight, found[_NORM])
+    _compare_linear("layer 0's queries", policy.model.layers[0].self_attn.qkv_proj, found[queries])
+    _compare_linear("the last layer's down projection", policy.model.layers[last].mlp.down_proj, found[down])
+    _compare_linear("the LM head", policy.lm_head, found[head])
 
 
 def check_drafter(drafter: Any, folder: Path) -> None:

@@ -63,8 +63,8 @@ def export_drafter(
     tokenizer: Path | None = None,
     card: str = "",
 ) -> None:
-    """Writes the folder whole or not at all. `norm_C`: the policy's final norm, `tokenizer`: the policy's folder. Raises
-    ModelError: the format can't hold this drafter, or the folder is there already."""
+    """Writes the folder whole or not at all. `norm_C`: the policy's final norm, `tokenizer`: the policy's folder.
+    Raises ModelError: the format can't hold this drafter, or the folder is there already."""
     if format != "vllm":
         raise ModelError(f"--format {format}: {_REFUSALS[format]}: take --format vllm")
     state = split_tensors(drafter, norm_C)
