@@ -67,6 +67,8 @@ class VllmEngine:
         self._answers: dict[str, asyncio.Task[None]] = {}
         self._beside: set[asyncio.Task[None]] = set()
         self._asleep = False
+        self._loaded_policy: tuple[WeightStore, int] | None = None
+        self._loaded_drafter: tuple[WeightStore, WeightsPublished] | None = None
         self._loading = asyncio.Lock()
 
     @classmethod
@@ -156,32 +158,37 @@ class VllmEngine:
         assert not self._answers, "a policy changes between requests only"
         async with self._loading:
             await self._wake()
-            with store.opened("policy", version) as folder:
-                tied = read_config(folder).tie_word_embeddings
-                await self._llm.collective_rpc("tlt_load_policy", args=(str(folder.resolve()), tied))
+            await self._give_policy(store, version)
             await self._llm.reset_prefix_cache()
             if self.config.trains_drafter:
                 self._refeed = await asyncio.to_thread(store.load_policy, version, dtype=self.dtype, device=self.device)
-            self.policy_version = version
+            self._loaded_policy, self.policy_version = (store, version), version
 
     async def load_drafter(self, store: WeightStore, published: WeightsPublished) -> None:
-        drafter = await asyncio.to_thread(store.load_drafter, published, self.policy_config, dtype=self.dtype)
-        folder = self.scratch / f"v{published.version:06d}"
         async with self._loading:
             await self._wake()
-            # its norm is the policy's, and taken from there
-            norm_C = torch.ones(self.policy_config.hidden_size, dtype=self.dtype)
-            await asyncio.to_thread(export_drafter, drafter, self.policy_config, norm_C, folder)
-            await self._llm.collective_rpc("tlt_load_drafter", args=(str(folder.resolve()),))
-            shutil.rmtree(folder)
-            self.drafter_version = published.version
+            await self._give_drafter(store, published)
+            self._loaded_drafter, self.drafter_version = (store, published), published.version
             self.steering.new_drafter()
+
+    async def _give_policy(self, store: WeightStore, version: int) -> None:
+        with store.opened("policy", version) as folder:
+            tied = read_config(folder).tie_word_embeddings
+            await self._llm.collective_rpc("tlt_load_policy", args=(str(folder.resolve()), tied))
+
+    async def _give_drafter(self, store: WeightStore, published: WeightsPublished) -> None:
+        drafter = await asyncio.to_thread(store.load_drafter, published, self.policy_config, dtype=self.dtype)
+        folder = self.scratch / f"v{published.version:06d}"
+        # its norm is the policy's, and taken from there
+        norm_C = torch.ones(self.policy_config.hidden_size, dtype=self.dtype)
+        await asyncio.to_thread(export_drafter, drafter, self.policy_config, norm_C, folder)
+        await self._llm.collective_rpc("tlt_load_drafter", args=(str(folder.resolve()),))
+        shutil.rmtree(folder)
 
     async def free(self) -> None:
         """Sleep, as `engine.vllm.sleep_level` says: the slot's memory is the drafter trainer's now."""
         assert not self._answers, "the engine is in use"
         self.steering.idle()
-        self._refeed = None if self.config.engine.vllm.sleep_level == 2 else self._refeed
         async with self._loading:
             if self._asleep or not self.config.engine.vllm.sleep_level:
                 return
@@ -259,10 +266,17 @@ class VllmEngine:
             await self._wake()
 
     async def _wake(self) -> None:
-        """Under `_loading`. What level 2 discarded is loaded again by the caller, which has the versions."""
-        if self._asleep:
-            await self._llm.wake_up()
-            self._asleep = False
+        """Under `_loading`. Level 2 discarded the weights: they are given again, each with its check."""
+        if not self._asleep:
+            return
+        await self._llm.wake_up()
+        self._asleep = False
+        if self._loaded_policy is not None and self.config.engine.vllm.sleep_level == 2:
+            await self._give_policy(*self._loaded_policy)
+        if (
+            self._loaded_drafter is not None
+        ):  # in peers a drafter got lost in sleep, and nothing told of it but the time
+            await self._give_drafter(*self._loaded_drafter)
 
     async def _watch(self) -> None:
         """A silence of `stall_s` while answers are being written is a failure."""

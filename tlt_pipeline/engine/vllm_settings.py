@@ -92,7 +92,7 @@ def engine_environment(threads: int) -> Generator[None]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     }
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     if openmp.is_file():  # measured: several times faster than the OpenMP that torch brings
