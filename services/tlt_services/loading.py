@@ -22,9 +22,11 @@ async def start_engine(
     """The engine that `engine.type` asks for, with this policy version."""
     if actor.config.engine.type == "vllm":
         from tlt_pipeline.engine.vllm_engine import VllmEngine  # nothing else imports vLLM
+        from tlt_pipeline.engine.vllm_steering import decided_at_start
 
         assert actor.slot is not None
         scratch = RunDir(actor.run_dir).root / "vllm" / f"slot{actor.slot}"
+        actor.log.info("vLLM starts", **decided_at_start(actor.config.engine.speculation))
         return await VllmEngine.start(
             actor.config, store, tokenizer, version, on_output, scratch, seed=actor.config.seed + actor.slot
         )
@@ -61,10 +63,11 @@ class Loading:
     async def load_first_drafter(self) -> None:
         """A drafter that was asked for and isn't there is waited for; where n-gram proposals stand in until it comes,
         that is said: it is never silently done without."""
-        speculation = self.actor.config.engine.speculation
-        if speculation.drafter != "eagle":
+        engine = self.actor.config.engine
+        if engine.speculation.drafter != "eagle":
             return
-        if speculation.ngram_depths and await self.actor.bus.latest("drafter") is None:
+        stands_in = engine.type == "native" and engine.speculation.ngram_depths
+        if stands_in and await self.actor.bus.latest("drafter") is None:
             self.actor.log.warning("no drafter version yet: n-gram proposals until one is published")
             return
         published = await self.actor.wait_for(

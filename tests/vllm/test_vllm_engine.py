@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from tlt_pipeline.engine.engine import Engine, decode_all
+from tlt_pipeline.engine.strategies import OFF, Fixed, chain
 from tlt_pipeline.models.drafter import EagleDrafter
+
+DEPTH = 3  # of the stage
 
 pytestmark = [
     pytest.mark.vllm,
@@ -65,16 +68,16 @@ def _chains(stage):
 
 @pytest.mark.parametrize("speculates", [True, False], ids=["speculation", "off"])
 async def test_samples_have_the_policys_distribution(stage, engine, speculates):
-    """Pairs of the second and third token at T = 2, against their probabilities, by a chi-square test."""
-    engine._set_depth(1, 64, 3 if speculates else 0)
-    text, number, T = QUESTIONS[1], 1500, 2.0
+    """The first token, and the second after the most frequent first ones, against their probabilities: chi-square."""
+    _steer(engine, chain("eagle", DEPTH) if speculates else OFF)
+    text, number, T = QUESTIONS[1], 1000, 5.0
     prompt = stage.tokenizer.encode(text)
     requests = [
         stage.request(f"{speculates}{i}", text, 1, temperature=T, max_new_tokens=4, stop_token_ids=())
         for i in range(number)
     ]
     done = await stage.answer(engine, requests, 240.0)
-    engine._set_depth(1, 64, 3)
+    _steer(engine, chain("eagle", DEPTH))
     assert (sum(each.draft.drafts for each in done) > 0) == speculates
     firsts = Counter(each.tokens[0] for each in done)
     with torch.inference_mode():
@@ -85,7 +88,7 @@ async def test_samples_have_the_policys_distribution(stage, engine, speculates):
                 statistic, bins, logits_TV[-1] / T, [e.tokens[1] for e in done if e.tokens[0] == first], count
             )
         statistic, bins = _add_chi(statistic, bins, logits_TV[-2] / T, [e.tokens[0] for e in done], number)
-    assert bins >= 8
+    assert bins >= 40
     # Wilson and Hilferty's approximation: 5 standard deviations
     z = ((statistic / bins) ** (1 / 3) - (1 - 2 / (9 * bins))) / (2 / (9 * bins)) ** 0.5
     assert z < 5, f"chi-square {statistic:.0f} of {bins} degrees of freedom"
@@ -94,6 +97,11 @@ async def test_samples_have_the_policys_distribution(stage, engine, speculates):
             logits_TV = stage.policy(torch.tensor([[*prompt, *each.tokens]]))[0, len(prompt) - 1 : -1] / T
         wanted = logits_TV.log_softmax(-1)[torch.arange(len(each.tokens)), each.tokens]
         assert each.logprobs == pytest.approx(wanted.tolist(), abs=1e-3)
+
+
+def _steer(engine, strategy):
+    engine.steering.choice = Fixed(strategy)
+    engine.steering._depths.clear()
 
 
 def _add_chi(statistic, bins, logits_V, drawn, number):

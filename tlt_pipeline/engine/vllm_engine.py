@@ -133,7 +133,7 @@ class VllmEngine:
                 self._answers[request.request_id] = asyncio.create_task(self._answer(request))
         if requests and self._answers:
             self.steering.context = max(request.prompt.length for request in requests)
-            self.steering.steer(len(self._answers))
+            self.steering.steer(min(len(self._answers), self.config.engine.max_batch))
 
     def _objection(self, request: RolloutRequest) -> str | None:
         """Why a request can't be served."""

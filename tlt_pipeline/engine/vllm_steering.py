@@ -28,6 +28,13 @@ def vllm_speculation(config: SpeculationConfig) -> SpeculationConfig:
     return config
 
 
+def decided_at_start(config: SpeculationConfig) -> dict[str, Any]:
+    """For the log: the method that can't be switched at run time, and what of the config vLLM can't do."""
+    arms = strategies_of(vllm_speculation(config))
+    left_out = [str(arm) for arm in strategies_of(config) if arm not in arms]
+    return {"method": config.drafter, "strategies": [str(arm) for arm in arms], "left_out": left_out}
+
+
 class Steering:
     def __init__(self, config: SpeculationConfig, set_depth: SetDepth, seed: int = 0) -> None:
         self.config = vllm_speculation(config)
