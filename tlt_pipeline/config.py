@@ -376,6 +376,11 @@ class RunConfig(Section):
                 "rollout.top_k and rollout.top_p can't be used with engine.type: vllm, which gives one kind of logprob "
                 "an answer: leave them out, or take engine.type: native"
             )
+        if self.engine.type == "vllm" and self.trains_drafter and self.hidden_states.source == "rollout":
+            raise ValueError(
+                "engine.type: vllm hands out no hidden states to train a drafter on: set hidden_states.source to "
+                "recompute, or drafter.train.enabled to false"
+            )
         last = self.telemetry.metrics_port + 3 + 2 * self.slots.count
         if self.telemetry.metrics_port and last > LAST_PORT:
             raise ValueError(f"telemetry.metrics_port needs ports up to {last} for {self.slots.count} slots: lower it")

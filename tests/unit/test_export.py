@@ -58,6 +58,18 @@ def test_round_trip_is_exact(tmp_path, config, dtype):
     assert (tmp_path / "out" / "README.md").read_text() == "# card"
 
 
+def test_a_draft_vocabulary_goes_along(tmp_path):
+    policy, drafter = make(CONFIG)
+    drafter.draft_ids = torch.tensor([0, 3, 4, 17, 60])
+    export_drafter(drafter, CONFIG, policy.norm.weight, tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored["d2t"].tolist() == [0, 2, 2, 14, 56]
+    assert stored["t2d"].nonzero().flatten().tolist() == [0, 3, 4, 17, 60]
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["draft_vocab_size"] == 5
+    back = import_drafter(tmp_path / "out", CONFIG)
+    assert back.draft_ids is not None and torch.equal(back.draft_ids, drafter.draft_ids)
+
+
 def test_names_and_shapes_are_the_tables(tmp_path):
     policy, drafter = make(CONFIG)
     export_drafter(drafter, CONFIG, policy.norm.weight, tmp_path / "out")

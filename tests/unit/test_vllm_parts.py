@@ -16,6 +16,7 @@ from tlt_pipeline.engine.vllm_memory import release_pages
 from tlt_pipeline.engine.vllm_settings import speculative_arguments
 from tlt_pipeline.engine.vllm_steering import Steering
 from tlt_pipeline.engine.vllm_version import installed_vllm, require_vllm
+from tlt_pipeline.messages import DrafterUse
 
 
 def steered(**speculation) -> tuple[Steering, list[tuple[int, int, int]]]:
@@ -62,6 +63,8 @@ def test_an_answers_drafts_are_read_from_its_histogram():
     assert stats.accepted_by_position == (5, 2, 2)
     assert stats.decode_steps == 11  # the prompt's own step drew one
     assert stats.drafter_versions == (2, 4)
+    assert stats.drafters == ()  # nobody knows which of the two proposed what
+    assert draft_stats(metrics, 20, [4]).drafters == (DrafterUse(version=4, drafts=10, hits=5),)
     assert draft_stats(None, 7, [2]).model_dump(exclude_defaults=True) == {"decode_steps": 7}
 
 
@@ -87,16 +90,17 @@ def test_pages_are_given_back_and_read_as_zero():
     assert int(tensor.sum()) == len(tensor) - released
 
 
-def test_filters_are_refused():
-    with pytest.raises(ConfigError, match=r"top_k and rollout\.top_p can.t be used with engine\.type: vllm"):
-        validate_config(
-            {
-                "policy": {"model": "m"},
-                "task": {"sources": [{"name": "chain_sum"}]},
-                "rollout": {"top_k": 5},
-                "engine": {"type": "vllm"},
-            }
-        )
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout": {"top_k": 5}}, r"top_k and rollout\.top_p can.t be used with engine\.type: vllm"),
+        ({}, r"set hidden_states\.source to recompute"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused(settings, message):
+    common = {"policy": {"model": "m"}, "task": {"sources": [{"name": "chain_sum"}]}, "engine": {"type": "vllm"}}
+    with pytest.raises(ConfigError, match=message):
+        validate_config({**common, **settings})
 
 
 @pytest.mark.skipif(installed_vllm() is not None, reason="vLLM is installed here")

@@ -87,6 +87,7 @@ def stage(tmp_path_factory) -> Stage:
             "policy": {"model": str(POLICY)},
             "task": {"sources": [{"name": "chain_sum"}]},
             "rollout": {"max_new_tokens": 64},
+            "hidden_states": {"source": "recompute"},
             "engine": {
                 "type": "vllm",
                 "dtype": "float32",

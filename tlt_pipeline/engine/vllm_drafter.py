@@ -23,6 +23,8 @@ from vllm.model_executor.models.llama import LlamaDecoderLayer
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
+from tlt_pipeline.models.export_layout import D2T, T2D
+
 
 class DrafterModel(nn.Module):
     hf_to_vllm_mapper = WeightsMapper(
@@ -112,4 +114,6 @@ class TltDrafter(Eagle3LlamaForCausalLM):
             self.model.embed_tokens, self.lm_head = embedding, head
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        AutoWeightsLoader(self).load_weights(("model." + name, tensor) for name, tensor in weights)
+        """A reduced draft vocabulary is left aside: the policy's head is shared whole, and proposes no worse."""
+        own = (("model." + name, tensor) for name, tensor in weights if name not in (D2T, T2D))
+        AutoWeightsLoader(self).load_weights(own)

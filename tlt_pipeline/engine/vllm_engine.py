@@ -20,10 +20,9 @@ import torch
 
 from tlt_pipeline.config import RunConfig
 from tlt_pipeline.engine.accounts import StrategyAccount
-from tlt_pipeline.engine.results import FeaturePiece, Finished
+from tlt_pipeline.engine.results import Finished
 from tlt_pipeline.engine.rollout_engine import OnOutput, Output
 from tlt_pipeline.engine.stopping import find_end
-from tlt_pipeline.engine.vllm_features import recompute
 from tlt_pipeline.engine.vllm_settings import (
     engine_arguments,
     engine_environment,
@@ -32,9 +31,9 @@ from tlt_pipeline.engine.vllm_settings import (
 )
 from tlt_pipeline.engine.vllm_steering import Steering, make_logger
 from tlt_pipeline.engine.vllm_version import require_vllm
-from tlt_pipeline.messages import Claim, DraftStats, RolloutRequest, WeightsPublished
+from tlt_pipeline.messages import Claim, DrafterUse, DraftStats, RolloutRequest, WeightsPublished
 from tlt_pipeline.models.architecture import read_config
-from tlt_pipeline.models.decoder import Decoder, DecoderConfig
+from tlt_pipeline.models.decoder import DecoderConfig
 from tlt_pipeline.models.dtypes import choose_device, choose_dtype
 from tlt_pipeline.models.export import export_drafter
 from tlt_pipeline.models.tokenizer import Tokenizer
@@ -62,8 +61,6 @@ class VllmEngine:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._on_output = on_output
         self._llm: Any = None
-        self._refeed: Decoder | None = None
-        """The policy once more, for the features of finished answers."""
         self._answers: dict[str, asyncio.Task[None]] = {}
         self._beside: set[asyncio.Task[None]] = set()
         self._asleep = False
@@ -160,8 +157,6 @@ class VllmEngine:
             await self._wake()
             await self._give_policy(store, version)
             await self._llm.reset_prefix_cache()
-            if self.config.trains_drafter:
-                self._refeed = await asyncio.to_thread(store.load_policy, version, dtype=self.dtype, device=self.device)
             self._loaded_policy, self.policy_version = (store, version), version
 
     async def load_drafter(self, store: WeightStore, published: WeightsPublished) -> None:
@@ -228,7 +223,7 @@ class VllmEngine:
             async for part in stream:
                 last = part
             drafters = sorted({*drafters, self.drafter_version} - {0})
-            output = await self._finish(request, last.outputs[0], started, drafters)
+            output = self._finish(request, last.outputs[0], started, drafters)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 whatever ended the engine is raised where `failure` is awaited
@@ -239,7 +234,7 @@ class VllmEngine:
                 self.steering.idle()
             self._on_output(output)
 
-    async def _finish(self, request: RolloutRequest, done: Any, started: float, drafters: list[int]) -> Output:
+    def _finish(self, request: RolloutRequest, done: Any, started: float, drafters: list[int]) -> Output:
         if done.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended {request.request_id} with {done.finish_reason}")
         drawn = list(done.token_ids)
@@ -247,12 +242,9 @@ class VllmEngine:
         assert reason is not None, "vLLM ended an answer that has no end"
         tokens = drawn[:kept]
         logprobs = [entry[token].logprob for token, entry in zip(tokens, done.logprobs, strict=False)]
-        pieces: list[FeaturePiece] = []
-        if self._refeed is not None and request.purpose == "train":
-            pieces.append(await asyncio.to_thread(recompute, self._refeed, request, tokens))
         stats = draft_stats(done.spec_decode_metrics, len(drawn), drafters)
         finished = Finished(request, tokens, logprobs, logprobs, reason, stats, started)
-        return Output([finished], pieces, [], self.running - 1)
+        return Output([finished], [], [], self.running - 1)
 
     # --- the engine process -------------------------------------------------------------------------------------------
 
@@ -310,6 +302,8 @@ def draft_stats(metrics: Any, tokens: int, drafters: list[int]) -> DraftStats:
     histogram: list[int] = list(metrics.histogram) if metrics is not None else []
     drafts, accepted = sum(histogram), sum(index * count for index, count in enumerate(histogram))
     by_position = tuple(sum(histogram[position:]) for position in range(1, len(histogram)))
+    # with several versions in one answer vLLM doesn't say which proposed what
+    uses = tuple(DrafterUse(version=version, drafts=drafts, hits=by_position[0]) for version in drafters if drafts)
     return DraftStats(
         drafts=drafts,
         drafted=metrics.num_draft_tokens if metrics is not None else 0,
@@ -317,4 +311,5 @@ def draft_stats(metrics: Any, tokens: int, drafters: list[int]) -> DraftStats:
         accepted_by_position=by_position if drafts else (),
         decode_steps=drafts + max(tokens - drafts - accepted, 0),
         drafter_versions=tuple(drafters) if drafts else (),
+        drafters=uses if len(uses) == 1 else (),
     )

@@ -38,14 +38,16 @@ _REFUSALS = {
 }
 
 
-def vllm_config(drafter: DecoderConfig, layers: int, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of the drafter of a policy with so many layers."""
+def vllm_config(
+    drafter: DecoderConfig, layers: int, dtype: torch.dtype, draft_vocab: int | None = None
+) -> dict[str, Any]:
+    """config.json of the drafter of a policy with so many layers. `draft_vocab`: tokens it may propose; None: all."""
     own = describe(replace(drafter, tie_word_embeddings=False), dtype)
     aux = [layers]  # vLLM counts the embedding's output as 0: the last layer's, before the final norm
     return {
         **own,
         "architectures": [VLLM_ARCHITECTURE],
-        "draft_vocab_size": drafter.vocab_size,
+        "draft_vocab_size": draft_vocab or drafter.vocab_size,
         "eagle_aux_hidden_state_layer_ids": aux,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": aux, "use_aux_hidden_state": True},
         "num_aux_hidden_states": 1,
@@ -69,7 +71,8 @@ def export_drafter(
         raise ModelError(f"--format {format}: {_REFUSALS[format]}: take --format vllm")
     state = split_tensors(drafter, norm_C)
     dtype = next(iter(state.values())).dtype
-    content = vllm_config(drafter.config, policy.num_layers, dtype)
+    proposed = None if drafter.draft_ids is None else len(drafter.draft_ids)
+    content = vllm_config(drafter.config, policy.num_layers, dtype, proposed)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with draft_folder(folder) as draft:
         (draft / "config.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -16,6 +16,9 @@ from tlt_pipeline.models.decoder import DecoderConfig
 from tlt_pipeline.models.drafter import EagleDrafter
 from tlt_pipeline.models.locate import ModelError
 
+D2T, T2D = "d2t", "t2d"
+"""Of a reduced draft vocabulary, as EAGLE-3 has them: target id minus draft id, by draft id [v]; may the drafter
+propose a token, by target id [V]."""
 NORM = "norm.weight"
 """The policy's final norm, frozen in the drafter: what its LM head reads passes through it."""
 
@@ -60,10 +63,11 @@ def layout_of(config: DecoderConfig) -> tuple[Entry, ...]:
     )
 
 
-def table_of(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of an exported drafter with its shape."""
+def table_of(config: DecoderConfig, draft_vocab: int | None = None) -> dict[str, tuple[int, ...]]:
+    """Every tensor of an exported drafter with its shape. `draft_vocab`: tokens it may propose; None: all."""
     stored = {name: entry.shape(i) for entry in layout_of(config) for i, name in enumerate(entry.names)}
-    return {**stored, NORM: (config.hidden_size,)}
+    ids = {} if draft_vocab is None else {D2T: (draft_vocab,), T2D: (config.vocab_size,)}
+    return {**stored, NORM: (config.hidden_size,), **ids}
 
 
 def split_tensors(drafter: EagleDrafter, norm_C: Tensor) -> dict[str, Tensor]:
@@ -77,6 +81,10 @@ def split_tensors(drafter: EagleDrafter, norm_C: Tensor) -> dict[str, Tensor]:
             state[name] = part.contiguous().clone()
     if own:
         raise ModelError(f"the format has no place for the drafter's {sorted(own)[0]}: export it in another format")
+    if drafter.draft_ids is not None:
+        ids_v = drafter.draft_ids.detach().cpu()
+        state[D2T] = ids_v - torch.arange(len(ids_v))
+        state[T2D] = torch.zeros(drafter.config.vocab_size, dtype=torch.bool).index_fill_(0, ids_v, True)
     check_tensors(state, drafter.config, "the drafter")
     return state
 
@@ -87,10 +95,14 @@ def join_tensors(state: Mapping[str, Tensor], drafter: EagleDrafter, origin: str
     with torch.no_grad():
         for entry in layout_of(drafter.config):
             drafter.get_parameter(entry.own).copy_(torch.cat([state[name] for name in entry.names]))
+    if D2T in state:
+        drafter.draft_ids = state[D2T] + torch.arange(len(state[D2T]))
+        if not torch.equal(state[T2D].nonzero().flatten(), drafter.draft_ids):
+            raise ModelError(f"{origin}: {D2T} and {T2D} name different tokens: export it again")
 
 
 def check_tensors(state: Mapping[str, Tensor], config: DecoderConfig, origin: str) -> None:
-    table = table_of(config)
+    table = table_of(config, len(state[D2T]) if D2T in state else None)
     for name in sorted({*table, *state}):
         if name not in state:
             raise ModelError(f"{origin} lacks {name}: export it again")
