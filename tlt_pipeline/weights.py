@@ -138,6 +138,12 @@ class WeightStore:
         with self._checked("drafter", ref) as folder:
             return load_drafter(folder, policy_config, dtype, device)
 
+    @contextmanager
+    def opened(self, model: ModelKind, ref: WeightsPublished | int) -> Generator[Path]:
+        """The folder of a set whose bytes are what was published. Raises as load_policy."""
+        with self._checked(model, ref) as folder:
+            yield folder
+
     def folder(self, model: ModelKind, version: int) -> Path:
         return self.root / _path(model, version)
 

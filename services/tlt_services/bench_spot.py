@@ -39,7 +39,8 @@ from tlt_pipeline.drafter.state import StateKeeper
 from tlt_pipeline.drafter.streaming import ShardStream
 from tlt_pipeline.drafter.trainer import DrafterTrainer
 from tlt_pipeline.engine.engine import Engine
-from tlt_pipeline.engine.loop import EngineLoop, Output
+from tlt_pipeline.engine.loop import EngineLoop
+from tlt_pipeline.engine.rollout_engine import Output
 from tlt_pipeline.messages import HiddenShard, RolloutRequest
 from tlt_pipeline.models.checkpoint import load_decoder
 from tlt_pipeline.models.decoder import Attend, CausalAttention, Ops

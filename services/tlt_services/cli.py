@@ -186,6 +186,45 @@ def replay(
     return replaying.main(run_dir, request=request, all=all_, sample=sample, drafter=drafter, json=json)
 
 
+@app.command("export-drafter")
+def export_drafter(
+    source: Annotated[Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT", help="A run, or a drafter's folder.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Written whole or not at all.")],
+    format: Annotated[str, typer.Option("--format", metavar="F", help="vllm, sglang or speculators.")] = "vllm",
+    version: Annotated[int | None, typer.Option("--version", metavar="N", help="Default: the newest.")] = None,
+    policy: Annotated[
+        str | None, typer.Option("--policy", metavar="M", help="For a drafter alone: whose it is, as in policy.model.")
+    ] = None,
+    measure: Annotated[bool, typer.Option(help="Measure acceptance on held-out prompts for the model card.")] = True,
+) -> int:
+    """Write a drafter for a serving engine."""
+    from typing import get_args
+
+    from tlt_pipeline.config import ConfigError
+
+    if not (source / "config.yaml").is_file() and not (source / "config.json").is_file():
+        raise ConfigError(f"{source} is neither a run directory nor a drafter's folder: give one of them")
+    from tlt_pipeline.models.export import Format
+
+    if format not in get_args(Format):
+        raise ConfigError(f"--format {format!r}: give one of {', '.join(get_args(Format))}")
+    from tlt_services import export
+
+    return export.write(source, format, out, version=version, policy=policy, measure=measure)  # type: ignore[arg-type]
+
+
+@app.command("import-drafter")
+def import_drafter(
+    source: Annotated[Path, typer.Argument(metavar="DIR", help="What export-drafter wrote.")],
+    policy: Annotated[str, typer.Option("--policy", metavar="M", help="Whose drafter it is, as in policy.model.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR")],
+) -> int:
+    """Read an exported drafter back, as a folder for drafter.init."""
+    from tlt_services import export
+
+    return export.read(source, policy, out)
+
+
 @bench_app.command("e2e")
 def bench_e2e(
     config: Annotated[Path, typer.Argument(metavar="CONFIG")],

@@ -8,10 +8,29 @@ from collections.abc import Callable
 from tlt_pipeline.actor import Actor
 from tlt_pipeline.engine.engine import Engine
 from tlt_pipeline.engine.loop import EngineLoop
+from tlt_pipeline.engine.rollout_engine import OnOutput, RolloutEngine
 from tlt_pipeline.messages import WEIGHTS, WeightsPublished
 from tlt_pipeline.models.dtypes import choose_device, choose_dtype
 from tlt_pipeline.models.tokenizer import Tokenizer
+from tlt_pipeline.rundir import RunDir
 from tlt_pipeline.weights import WeightStore
+
+
+async def start_engine(
+    actor: Actor, store: WeightStore, tokenizer: Tokenizer, version: int, on_output: OnOutput
+) -> RolloutEngine:
+    """The engine that `engine.type` asks for, with this policy version."""
+    if actor.config.engine.type == "vllm":
+        from tlt_pipeline.engine.vllm_engine import VllmEngine  # nothing else imports vLLM
+        from tlt_pipeline.engine.vllm_steering import decided_at_start
+
+        assert actor.slot is not None
+        scratch = RunDir(actor.run_dir).root / "vllm" / f"slot{actor.slot}"
+        actor.log.info("vLLM starts", **decided_at_start(actor.config.engine.speculation))
+        return await VllmEngine.start(
+            actor.config, store, tokenizer, version, on_output, scratch, seed=actor.config.seed + actor.slot
+        )
+    return EngineLoop(await asyncio.to_thread(build_engine, actor, store, tokenizer, version), on_output)
 
 
 def build_engine(actor: Actor, store: WeightStore, tokenizer: Tokenizer, version: int) -> Engine:
@@ -33,7 +52,7 @@ def build_engine(actor: Actor, store: WeightStore, tokenizer: Tokenizer, version
 
 
 class Loading:
-    def __init__(self, actor: Actor, store: WeightStore, engine: EngineLoop, idle: Callable[[], bool]) -> None:
+    def __init__(self, actor: Actor, store: WeightStore, engine: RolloutEngine, idle: Callable[[], bool]) -> None:
         """`idle`: nothing is being decoded and no lease is held, so a policy may be loaded ahead."""
         self.actor, self.store, self.engine, self._idle = actor, store, engine, idle
         self.drafter_version = 0
@@ -44,10 +63,11 @@ class Loading:
     async def load_first_drafter(self) -> None:
         """A drafter that was asked for and isn't there is waited for; where n-gram proposals stand in until it comes,
         that is said: it is never silently done without."""
-        speculation = self.actor.config.engine.speculation
-        if speculation.drafter != "eagle":
+        engine = self.actor.config.engine
+        if engine.speculation.drafter != "eagle":
             return
-        if speculation.ngram_depths and await self.actor.bus.latest("drafter") is None:
+        stands_in = engine.type == "native" and engine.speculation.ngram_depths
+        if stands_in and await self.actor.bus.latest("drafter") is None:
             self.actor.log.warning("no drafter version yet: n-gram proposals until one is published")
             return
         published = await self.actor.wait_for(
@@ -73,7 +93,7 @@ class Loading:
     async def _load_ahead(self, version: int) -> None:
         """A newer policy, unless a lease has come by now. Old broadcasts are heard again after a restart."""
         async with self._loading:
-            if version > self.engine.engine.policy_version and self._idle():
+            if version > self.engine.policy_version and self._idle():
                 await self._load(version)
 
     async def settled(self) -> None:
@@ -87,22 +107,15 @@ class Loading:
             await self._load(version)
 
     async def _load(self, version: int) -> None:
-        if version == self.engine.engine.policy_version:
+        if version == self.engine.policy_version:
             return
-        weight = self.engine.engine.policy.embed.weight
-        policy = await asyncio.to_thread(self.store.load_policy, version, dtype=weight.dtype, device=weight.device)
-        await self.engine.set_policy(policy, version)
+        await self.engine.load_policy(self.store, version)
         self.actor.gauges["policy_version"] = version
 
     async def load_drafter(self, published: WeightsPublished) -> None:
         if self.actor.config.engine.speculation.drafter != "eagle":
             return
-        policy = self.engine.engine.policy
-        weight = policy.embed.weight
-        drafter = await asyncio.to_thread(
-            self.store.load_drafter, published, policy.config, dtype=weight.dtype, device=weight.device
-        )
+        await self.engine.load_drafter(self.store, published)
         self.drafter_version = published.version
-        self.engine.set_drafter(drafter, published.version)
         self.actor.gauges["drafter_version"] = published.version
         self.actor.log.info("drafter loaded", drafter_version=published.version)

@@ -17,8 +17,7 @@ import torch
 
 from tlt_pipeline.actor import Actor, run_service
 from tlt_pipeline.bus.streams import Delivery
-from tlt_pipeline.engine.engine import Engine
-from tlt_pipeline.engine.loop import EngineLoop, Output
+from tlt_pipeline.engine.rollout_engine import Output, RolloutEngine
 from tlt_pipeline.messages import (
     REQUESTS,
     LeaseGranted,
@@ -31,7 +30,7 @@ from tlt_pipeline.messages import (
 from tlt_pipeline.models.tokenizer import Tokenizer, load_tokenizer
 from tlt_pipeline.processes import usable_cores
 from tlt_pipeline.weights import WeightsMissing, WeightStore
-from tlt_services.loading import Loading, build_engine
+from tlt_services.loading import Loading, start_engine
 from tlt_services.observing import StrategyMetrics, describe
 from tlt_services.settling import Settling
 
@@ -60,10 +59,10 @@ async def run_rollout(actor: Actor) -> None:
 
 
 class RolloutWorker:
-    def __init__(self, actor: Actor, store: WeightStore, tokenizer: Tokenizer, engine: Engine) -> None:
+    def __init__(self, actor: Actor, store: WeightStore, tokenizer: Tokenizer, engine: RolloutEngine) -> None:
         assert actor.slot is not None
         self.actor, self.bus, self.slot = actor, actor.bus, actor.slot
-        self.engine = EngineLoop(engine, self._on_output)
+        self.engine = engine
         self.settling = Settling(actor, tokenizer, engine.claim)
         self.loading = Loading(actor, store, self.engine, idle=lambda: not (self.settling.held or self.lease))
         self.strategies = StrategyMetrics(actor.metrics)
@@ -84,17 +83,23 @@ class RolloutWorker:
         published = await actor.wait_for("the learner's first policy version", lambda: actor.bus.latest("policy"))
         assert isinstance(published, WeightsPublished)
         tokenizer = load_tokenizer(store.root / published.path)
-        engine = await asyncio.to_thread(build_engine, actor, store, tokenizer, published.version)
-        actor.log.info("engine ready", claim=engine.claim, policy_version=engine.policy_version)
+        workers: list[RolloutWorker] = []  # nothing comes out of an engine before the worker submits something
+        engine = await start_engine(
+            actor, store, tokenizer, published.version, lambda output: workers[0]._on_output(output)
+        )
+        actor.log.info(
+            "engine ready", engine=actor.config.engine.type, claim=engine.claim, policy_version=engine.policy_version
+        )
         actor.gauges["policy_version"] = engine.policy_version
         worker = cls(actor, store, tokenizer, engine)
+        workers.append(worker)
         await worker.loading.load_first_drafter()
         return worker
 
     async def close(self) -> None:
         await self.engine.close()
         await self.settling.close(crashed=self.engine.failure.done() or self.settling.failed.done())
-        account = self.engine.engine.account
+        account = self.engine.account
         self.strategies.update(account)
         self.actor.log.info("strategies", **describe(account))
 
@@ -160,7 +165,7 @@ class RolloutWorker:
 
     def _submit(self, requests: list[RolloutRequest]) -> None:
         """Gives requests of the loaded policy to the engine; the others wait until it is empty."""
-        loaded = self.engine.engine.policy_version
+        loaded = self.engine.policy_version
         ready = [request for request in requests if request.policy_version == loaded]
         self.postponed += [request for request in requests if request.policy_version != loaded]
         self.in_engine += len(ready)
@@ -207,8 +212,8 @@ class RolloutWorker:
         committed, drafts, accepted, moment = 0, 0, 0, time.monotonic()
         while True:
             await asyncio.sleep(1.0)
-            self.strategies.update(self.engine.engine.account)
-            now, total = time.monotonic(), self.engine.engine.tokens_committed
+            self.strategies.update(self.engine.account)
+            now, total = time.monotonic(), self.engine.tokens_committed
             new_drafts, new_accepted = self.settling.drafts - drafts, self.settling.accepted - accepted
             self.actor.gauges["tokens_per_s"] = (total - committed) / (now - moment)
             if new_drafts:

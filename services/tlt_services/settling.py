@@ -15,8 +15,8 @@ from tlt_pipeline.actor import Actor
 from tlt_pipeline.blobs import open_hidden_states
 from tlt_pipeline.bus.streams import Delivery
 from tlt_pipeline.drafter.streaming import ShardStream
-from tlt_pipeline.engine.loop import Output
 from tlt_pipeline.engine.results import FeaturePiece, Finished
+from tlt_pipeline.engine.rollout_engine import Output
 from tlt_pipeline.messages import COMPLETIONS, HIDDEN_STATES, Array, Claim, Completion, HiddenShard, RolloutRequest
 from tlt_pipeline.models.tokenizer import Tokenizer
 from tlt_pipeline.rundir import RunDir

@@ -7,7 +7,6 @@ import contextlib
 from types import SimpleNamespace
 from typing import Any
 
-import engine_cases as cases
 import structlog
 from tiny import tiny_settings
 
@@ -37,11 +36,11 @@ class BusyEngine:
     """Takes what it is given only after its current step."""
 
     def __init__(self) -> None:
-        self.engine = SimpleNamespace(policy=cases.policy(), policy_version=0, drafter_version=0)
+        self.policy_version = 0
         self.given: list[int] = []
 
-    def set_drafter(self, drafter: Any, version: int) -> None:
-        self.given.append(version)
+    async def load_drafter(self, store: Any, published: WeightsPublished) -> None:
+        self.given.append(published.version)
 
 
 async def test_old_broadcasts_bring_no_old_drafter(tmp_path) -> None:
@@ -50,7 +49,7 @@ async def test_old_broadcasts_bring_no_old_drafter(tmp_path) -> None:
 
     config = RunConfig.model_validate(tiny_settings(tmp_path))
     actor: Any = SimpleNamespace(config=config, bus=Bus(), gauges={}, log=structlog.get_logger(), wait_for=wait_for)
-    store: Any = SimpleNamespace(load_drafter=lambda *_, **__: object())
+    store: Any = None
     engine: Any = BusyEngine()
     loading = Loading(actor, store, engine, idle=lambda: False)
     await loading.load_first_drafter()

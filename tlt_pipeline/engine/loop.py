@@ -11,27 +11,18 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from tlt_pipeline.engine.accounts import StrategyAccount
 from tlt_pipeline.engine.engine import Engine
-from tlt_pipeline.engine.results import FeaturePiece, Finished
-from tlt_pipeline.messages import RolloutRequest
+from tlt_pipeline.engine.rollout_engine import OnOutput, Output
+from tlt_pipeline.messages import Claim, RolloutRequest, WeightsPublished
 from tlt_pipeline.models.decoder import Decoder
 from tlt_pipeline.models.drafter import EagleDrafter
-
-
-@dataclass(frozen=True)
-class Output:
-    """What one step brought. `refused`: requests the engine can't serve, with the reason."""
-
-    finished: list[Finished]
-    pieces: list[FeaturePiece]
-    refused: list[tuple[RolloutRequest, str]]
-    running: int
+from tlt_pipeline.weights import WeightStore
 
 
 class EngineLoop:
-    def __init__(self, engine: Engine, on_output: Callable[[Output], None]) -> None:
+    def __init__(self, engine: Engine, on_output: OnOutput) -> None:
         """`on_output` is called in the event loop that creates this object."""
         self.engine = engine
         self._on_output = on_output
@@ -52,6 +43,37 @@ class EngineLoop:
     async def set_policy(self, policy: Decoder, version: int) -> None:
         """Only while no request is in the engine; returns when it is loaded."""
         await self._ask(lambda: self.engine.set_policy(policy, version))
+
+    @property
+    def claim(self) -> Claim:
+        return self.engine.claim
+
+    @property
+    def policy_version(self) -> int:
+        return self.engine.policy_version
+
+    @property
+    def tokens_committed(self) -> int:
+        return self.engine.tokens_committed
+
+    @property
+    def account(self) -> StrategyAccount:
+        return self.engine.account
+
+    async def load_policy(self, store: WeightStore, version: int) -> None:
+        """Only while no request is in the engine; returns when it is loaded."""
+        weight = self.engine.policy.embed.weight
+        policy = await asyncio.to_thread(store.load_policy, version, dtype=weight.dtype, device=weight.device)
+        await self.set_policy(policy, version)
+
+    async def load_drafter(self, store: WeightStore, published: WeightsPublished) -> None:
+        """The engine takes it between two steps."""
+        policy = self.engine.policy
+        weight = policy.embed.weight
+        drafter = await asyncio.to_thread(
+            store.load_drafter, published, policy.config, dtype=weight.dtype, device=weight.device
+        )
+        self.set_drafter(drafter, published.version)
 
     async def free(self) -> None:
         await self._ask(self.engine.free)

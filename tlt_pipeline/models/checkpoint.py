@@ -22,6 +22,7 @@ from torch import Tensor
 from tlt_pipeline.models.architecture import describe, read_config, read_hf_config
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig, Rope
 from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.export import import_drafter, is_exported
 from tlt_pipeline.models.locate import ModelError
 
 SHARD_BYTES = 5 * 10**9
@@ -123,9 +124,11 @@ def load_drafter(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> EagleDrafter:
-    """A drafter for this policy. Raises ModelError: no drafter, another policy's, or with frozen tensors in
-    it."""
+    """A drafter for this policy, ours or exported. Raises ModelError: no drafter, another policy's, or with frozen
+    tensors in it."""
     folder = Path(folder)
+    if is_exported(read_hf_config(folder)):
+        return import_drafter(folder, policy_config, dtype, device)
     with torch.device("meta"):
         drafter = EagleDrafter(policy_config)
     stored_config, expected = read_hf_config(folder), json.loads(json.dumps(asdict(drafter.config)))
