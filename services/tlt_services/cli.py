@@ -17,6 +17,9 @@ import typer
 
 from tlt_pipeline.failures import EXIT_FAILED, EXIT_FATAL, EXIT_USER, explain
 from tlt_pipeline.processes import bind_to_launcher
+from tlt_services.cli_bench import bench_app
+from tlt_services.cli_drafter import drafter_app, export_drafter, import_drafter
+from tlt_services.cli_options import Overrides
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,16 +30,11 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="Check configurations.")
 models_app = typer.Typer(no_args_is_help=True, help="Fetch and list models.")
-bench_app = typer.Typer(no_args_is_help=True, help="Measure the whole loop, the engine or the spot trainer.")
 app.add_typer(config_app, name="config")
 app.add_typer(models_app, name="models")
-drafter_app = typer.Typer(no_args_is_help=True, help="Train a drafter before RL.")
 app.add_typer(bench_app, name="bench")
 app.add_typer(drafter_app, name="drafter")
 
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that replace the file's.")
-]
 RunDir = Annotated[Path | None, typer.Option("--run-dir", envvar="TLT_RUN_DIR", help="The run's directory.")]
 ServiceConfig = Annotated[
     Path | None, typer.Argument(metavar="CONFIG", help="Needed where no run directory is prepared yet.")
@@ -89,29 +87,6 @@ def sft(
 
     configure_logging(settings.telemetry.log_level)
     run_sft(settings)
-    return 0
-
-
-@drafter_app.command("warmup")
-def drafter_warmup(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG")],
-    overrides: Overrides = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Default: runs/models/NAME-drafter.")] = None,
-    seconds: Annotated[float, typer.Option("--seconds", min=1.0, help="At most; it ends when it gains no more.")] = 300,
-) -> int:
-    """Train a drafter on the policy's own answers to the task's prompts, for drafter.init."""
-    from tlt_pipeline.config import load_config
-    from tlt_pipeline.drafter.warmup import run_warmup
-    from tlt_pipeline.telemetry.logging import configure_logging
-
-    settings = load_config(config, overrides or [])
-    configure_logging(settings.telemetry.log_level)
-    folder = out or Path("runs/models") / f"{settings.name}-drafter"
-    report = run_warmup(settings, folder, seconds)
-    typer.echo(
-        f"acceptance length {report.acceptance_length_start} -> {report.acceptance_length} in {report.seconds} s, "
-        f"{report.tokens_trained} tokens; use it: tlt run {config} drafter.init={folder}"
-    )
     return 0
 
 
@@ -186,128 +161,6 @@ def replay(
     return replaying.main(run_dir, request=request, all=all_, sample=sample, drafter=drafter, json=json)
 
 
-@app.command("export-drafter")
-def export_drafter(
-    source: Annotated[Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT", help="A run, or a drafter's folder.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Written whole or not at all.")],
-    format: Annotated[str, typer.Option("--format", metavar="F", help="vllm, sglang or speculators.")] = "vllm",
-    version: Annotated[int | None, typer.Option("--version", metavar="N", help="Default: the newest.")] = None,
-    policy: Annotated[
-        str | None, typer.Option("--policy", metavar="M", help="For a drafter alone: whose it is, as in policy.model.")
-    ] = None,
-    measure: Annotated[bool, typer.Option(help="Measure acceptance on held-out prompts for the model card.")] = True,
-) -> int:
-    """Write a drafter for a serving engine."""
-    from typing import get_args
-
-    from tlt_pipeline.config import ConfigError
-
-    if not (source / "config.yaml").is_file() and not (source / "config.json").is_file():
-        raise ConfigError(f"{source} is neither a run directory nor a drafter's folder: give one of them")
-    from tlt_pipeline.models.export import Format
-
-    if format not in get_args(Format):
-        raise ConfigError(f"--format {format!r}: give one of {', '.join(get_args(Format))}")
-    from tlt_services import export
-
-    return export.write(source, format, out, version=version, policy=policy, measure=measure)  # type: ignore[arg-type]
-
-
-@app.command("import-drafter")
-def import_drafter(
-    source: Annotated[Path, typer.Argument(metavar="DIR", help="What export-drafter wrote.")],
-    policy: Annotated[str, typer.Option("--policy", metavar="M", help="Whose drafter it is, as in policy.model.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR")],
-) -> int:
-    """Read an exported drafter back, as a folder for drafter.init."""
-    from tlt_services import export
-
-    return export.read(source, policy, out)
-
-
-@bench_app.command("e2e")
-def bench_e2e(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG")],
-    overrides: Overrides = None,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Save the numbers.")] = None,
-) -> int:
-    """Run the same config without and with speculation, and compare times and answers."""
-    from tlt_pipeline.config import load_config
-
-    load_config(config, overrides or [])
-    from tlt_services import bench
-
-    return bench.e2e(config, json, overrides=overrides or [])
-
-
-@bench_app.command("engine")
-def bench_engine(
-    model: Annotated[str, typer.Option("--model", metavar="M", help="A run directory, or a model as in policy.model.")],
-    overrides: Overrides = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", metavar="FILE", help="Tasks and engine settings, for a model alone.")
-    ] = None,
-    drafter: Annotated[
-        Path | None, typer.Option("--drafter", metavar="DIR", help="A drafter's folder; default: the run's newest.")
-    ] = None,
-    batch: Annotated[str, typer.Option("--batch", metavar="N,N", help="Batch sizes.")] = "1,2,4,8,16,32",
-    strategies: Annotated[
-        str | None, typer.Option("--strategies", metavar="S,S", help="Such as off,ngram-4,eagle-6,eagle-4x3x8.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", metavar="D", help="Default: the config's.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="One a line, for a model alone.")
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option("--tokens", metavar="N", min=1, help="Of a turn; default: about half a second's.")
-    ] = None,
-    repeat: Annotated[int, typer.Option("--repeat", metavar="N", min=1, help="Rounds; the median counts.")] = 7,
-    threads: Annotated[int, typer.Option("--threads", min=0, help="0: the config's, else 1.")] = 0,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=(1 << 31) - 1)] = 0,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Save the numbers.")] = None,
-    png: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="Default: beside the JSON, or bench-engine.png.")
-    ] = None,
-) -> int:
-    """Decode with each strategy and with what chooses among them, at every batch size; then a recorded tail."""
-    from tlt_services.bench_options import BenchOptions, parse_batches, parse_strategies, place_png
-
-    options = BenchOptions(
-        model=model,
-        batches=parse_batches(batch),
-        strategies=parse_strategies(strategies),
-        png=place_png(png, json),
-        json=json,
-        config=config,
-        overrides=tuple(overrides or ()),
-        drafter=drafter,
-        prompts=prompts,
-        dtype=dtype,
-        tokens=tokens,
-        repeat=repeat,
-        threads=threads,
-        seed=seed,
-    )
-    from tlt_services import bench_engine as bench
-
-    return bench.main(options)
-
-
-@bench_app.command("spot")
-def bench_spot(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG")],
-    overrides: Overrides = None,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Save the numbers.")] = None,
-) -> int:
-    """Measure the spot trainer: packing, checkpoint stall, memory of the loss, and what streaming costs the rollout."""
-    from tlt_pipeline.config import load_config
-
-    load_config(config, overrides or [])
-    from tlt_services import bench_spot as bench
-
-    return bench.main(config, overrides or [], json)
-
-
 @config_app.command("check")
 def config_check(file: Annotated[Path, typer.Argument(metavar="FILE")], overrides: Overrides = None) -> int:
     """Say whether a configuration is valid."""
@@ -345,6 +198,10 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = Fals
     from tlt_services import doctor as checks
 
     return checks.examine(as_json=json)
+
+
+app.command("export-drafter")(export_drafter)
+app.command("import-drafter")(import_drafter)
 
 
 def invoke(arguments: list[str]) -> int:
