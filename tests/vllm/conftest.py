@@ -95,7 +95,7 @@ def stage(tmp_path_factory) -> Stage:
                 "max_batch": MAX_BATCH,
                 "max_context": 256,
                 "speculation": {"drafter": "eagle", "choice": "fixed", "depth": DEPTH},
-                "vllm": {"kv_cache_gb": 0.1, "stall_s": 60},
+                "vllm": {"kv_cache_gb": 0.1, "stall_s": 120},
             },
         }
     )
