@@ -42,7 +42,7 @@ def e2e(config: Path, json_path: Path | None, *, overrides: list[str]) -> int:
     """0: compared, all answers identical; 1: some differed. Raises BenchFailed."""
     root = Path(tempfile.mkdtemp(prefix="tlt-bench-"))
     for name, settings in VARIANTS.items():
-        _run(config, [*overrides, *settings], root / name, name)
+        run_variant(config, [*overrides, *settings], root / name, name)
     report = compare({name: root / name for name in VARIANTS})
     if json_path is not None:
         json_path.write_text(json.dumps(report, indent=2) + "\n")
@@ -50,7 +50,8 @@ def e2e(config: Path, json_path: Path | None, *, overrides: list[str]) -> int:
     return 0 if report["identical"] == report["answers"] and report["reward_curves_equal"] else 1
 
 
-def _run(config: Path, overrides: list[str], run_dir: Path, name: str) -> None:
+def run_variant(config: Path, overrides: list[str], run_dir: Path, name: str) -> None:
+    """`tlt run` in processes of its own, to the end. Raises BenchFailed."""
     typer.echo(f"--- {name}: tlt run {config} {' '.join(overrides)}", err=True)
     command = [sys.executable, "-m", "tlt_services.cli", "run", str(config), *overrides, "--run-dir", str(run_dir)]
     environment = {key: value for key, value in os.environ.items() if key != "TLT_RUN_DIR"}
@@ -65,7 +66,7 @@ def _run(config: Path, overrides: list[str], run_dir: Path, name: str) -> None:
 def compare(runs: dict[str, Path]) -> dict[str, Any]:
     """Run directories of the three variants -> the report."""
     summaries = {name: json.loads(RunDir(path).summary.read_text()) for name, path in runs.items()}
-    off, on = _answers(runs["off"]), _answers(runs["on"])
+    off, on = read_answers(runs["off"]), read_answers(runs["on"])
     shared = off.keys() | on.keys()
     plain, best = summaries["off_plain"], summaries["on"]
     return {
@@ -78,7 +79,8 @@ def compare(runs: dict[str, Path]) -> dict[str, Any]:
     }
 
 
-def _answers(run_dir: Path) -> dict[str, tuple[bytes, float]]:
+def read_answers(run_dir: Path) -> dict[str, tuple[bytes, float]]:
+    """Tokens and reward, by request."""
     completions = read_journal(RunDir(run_dir).journal, "completions")
     return {entry.request_id: (entry.tokens.data, entry.reward) for entry in completions}
 

@@ -67,11 +67,11 @@ def check_writable(file: Path | None, option: str) -> None:
         raise ConfigError(f"{option} {file} can't be written: give a file in a folder that exists and is yours")
 
 
-def place_png(png: Path | None, json: Path | None) -> Path:
-    """Beside the JSON unless said otherwise."""
+def place_png(png: Path | None, json: Path | None, name: str = "bench-engine.png") -> Path:
+    """Beside the JSON unless said otherwise; `name`: where there is none."""
     if png is not None:
         return png
-    return Path("bench-engine.png") if json is None else json.with_suffix(".png")
+    return Path(name) if json is None else json.with_suffix(".png")
 
 
 def parse_batches(text: str) -> tuple[int, ...]:

@@ -80,6 +80,21 @@ def bench_engine(
     return bench.main(options)
 
 
+@bench_app.command("drafter")
+def bench_drafter(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG")],
+    overrides: Overrides = None,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Save the numbers.")] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="Default: beside the JSON, or bench-drafter.png.")
+    ] = None,
+) -> int:
+    """Run the same config with a static and with the adaptive drafter, and compare acceptance step by step."""
+    from tlt_services import bench_drafter as bench
+
+    return bench.main(config, overrides or [], json, png)
+
+
 @bench_app.command("spot")
 def bench_spot(
     config: Annotated[Path, typer.Argument(metavar="CONFIG")],

@@ -74,7 +74,7 @@ def _prepare(
         return resume_run(None, overrides, run_dir)
     settings = load_config(config, overrides)
     locate_model(settings.policy.model)  # its absence is better said now than by a process that started for it
-    if settings.trains_drafter:
+    if settings.engine.speculation.drafter == "eagle":  # one that isn't trained drafts all the same
         locate_drafter(settings.drafter.init)
     root = run_dir or default_root(settings)
     if resume and is_prepared(root):

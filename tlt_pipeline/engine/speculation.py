@@ -8,7 +8,7 @@ v = draft vocabulary, L = cache length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,13 +34,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Drafting:
     """A drafter beside its policy. `window`: positions that it looks back at. `head_vC`: the policy's LM head for the
-    tokens that may be proposed. `passes`: CUDA graphs of the drafter's passes."""
+    tokens that may be proposed. `passes`: CUDA graphs of the drafter's passes. `greedy`: proposes its likeliest tokens,
+    without the policy's noise (which the policy's draw keeps): for comparison."""
 
     policy: Decoder
     drafter: EagleDrafter
     window: int
     head_vC: Tensor
     passes: CapturedPasses | None = None
+    greedy: bool = False
 
     @classmethod
     def of(cls, policy: Decoder, drafter: EagleDrafter, window: int, passes: CapturedPasses | None = None) -> Drafting:
@@ -90,6 +92,11 @@ class Drafting:
         ids_v = self.drafter.draft_ids
         return index if ids_v is None else ids_v[index]
 
+    def sampling(self, batch: Batch, width: int) -> RowSampling:
+        """Of the proposals, as `Batch.sampling`."""
+        drawn = batch.sampling(width)
+        return replace(drawn, noise_scale_N1=torch.zeros_like(drawn.noise_scale_N1)) if self.greedy else drawn
+
     def cache(self, batch: Batch) -> KVCache:
         if batch.drafter_cache is None:
             batch.drafter_cache = KVCache(
@@ -106,7 +113,7 @@ class Drafting:
 
 def propose_chain(drafting: Drafting, batch: Batch, noise: StepNoise, depth: int) -> Proposals:
     """Proposes `depth` tokens a row after its last committed one. noise: the policy's, at the positions to draw."""
-    feature_BC, cache, sampling = catch_up(drafting, batch), drafting.cache(batch), batch.sampling(1)
+    feature_BC, cache, sampling = catch_up(drafting, batch), drafting.cache(batch), drafting.sampling(batch, 1)
     B = len(batch)
     # the last proposal is not read any more
     positions_BS = batch.lengths[:B, None] + np.arange(depth - 1)

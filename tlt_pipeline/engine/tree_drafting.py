@@ -122,7 +122,7 @@ class _Growth:
     def _children(self, features_BFC: Tensor, level: int) -> tuple[Tensor, Tensor]:
         """The K most likely next tokens of each node and their log-softmax scores, [B, F, K] each; siblings differ."""
         B, F = features_BFC.shape[:2]
-        noise, sampling = self.noise.at(level, F), self.batch.sampling(F)
+        noise, sampling = self.noise.at(level, F), self.drafting.sampling(self.batch, F)
         tokens_NK, scores_NK = self.drafting.children(features_BFC.flatten(0, 1), noise, sampling, self.top_k)
         return tokens_NK.view(B, F, -1), scores_NK.view(B, F, -1)
 
