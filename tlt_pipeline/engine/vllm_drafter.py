@@ -4,7 +4,7 @@ vLLM's own EAGLE-1 class reads the hidden state after the policy's final norm an
 reads it before that norm and predicts the next one there (models/drafter.py). So it goes the way of EAGLE-3: vLLM
 hands over the output of the policy's last layer as the only auxiliary state, and what the model returns beside its
 normed output is fed back. Embedding and LM head are the policy's modules, shared; `norm` has the policy's weight.
-Shapes: N = tokens, C = hidden size.
+Shapes: N = tokens, C = hidden size, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class TltDrafter(Eagle3LlamaForCausalLM):
         self.lm_head = ParallelLMHead(vocab, self.config.hidden_size, prefix=maybe_prefix(prefix, "lm_head"))
         self.logits_processor = LogitsProcessor(vocab)
         self.draft_id_to_target_id = None
+        self.proposes_V: Tensor | None = None
         self.use_parallel_drafting = False
 
     def embed_input_ids(self, input_ids: Tensor, *multimodal: object) -> Tensor:
@@ -114,6 +115,16 @@ class TltDrafter(Eagle3LlamaForCausalLM):
             self.model.embed_tokens, self.lm_head = embedding, head
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """A reduced draft vocabulary is left aside: the policy's head is shared whole, and proposes no worse."""
-        own = (("model." + name, tensor) for name, tensor in weights if name not in (D2T, T2D))
-        AutoWeightsLoader(self).load_weights(own)
+        """Without t2d in them, all tokens may be proposed."""
+        stored = dict(weights)
+        self.proposes_V = stored.pop(T2D, None)
+        stored.pop(D2T, None)
+        AutoWeightsLoader(self).load_weights(("model." + name, tensor) for name, tensor in stored.items())
+
+    def compute_logits(self, hidden_NC: Tensor) -> Tensor:
+        """Of tokens that the drafter was not trained to propose: minus infinity. The policy's head is shared whole, so
+        a reduced draft vocabulary saves no time here."""
+        logits_NV: Tensor = self.logits_processor(self.lm_head, hidden_NC)
+        if self.proposes_V is None:
+            return logits_NV
+        return logits_NV.masked_fill_(~self.proposes_V.to(logits_NV.device), float("-inf"))
