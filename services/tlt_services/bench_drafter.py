@@ -108,7 +108,8 @@ def show(report: dict[str, Any], root: Path) -> None:
         f"{static['acceptance_length_last']:.2f}, adaptive {adaptive['acceptance_length_last']:.2f}, "
         f"ratio {report['gain_last']:.2f}",
         f"idle slots: {adaptive['slot_idle_s']:.1f} s, {adaptive['slot_idle_used_s']:.1f} s of them used for "
-        f"{adaptive['drafter_tokens_trained']} tokens and {adaptive['drafter_versions_published']} drafter versions; "
+        f"{adaptive['drafter_tokens_trained']} tokens; drafter versions, the first included: "
+        f"{adaptive['drafter_versions_published']}; "
         f"static {static['slot_idle_s']:.1f} s, unused",
         f"{report['identical']} of {report['answers']} answers identical (claim: {claim}); "
         f"reward curves {'equal' if report['reward_curves_equal'] else 'differ'}; runs in {root}",
