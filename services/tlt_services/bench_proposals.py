@@ -41,10 +41,11 @@ def compare_proposals(run_dir: Path) -> dict[str, Any]:
     records = _last_step(run, config.seed)
     engine = _open(run, config, records[0].request.policy_version)
     requests = [record.request for record in records]
-    assert engine.drafting is not None
+    drafting = engine.drafting
+    assert drafting is not None
     decoded: dict[str, list[Finished]] = {}
     for name, greedy in (("shared_noise", False), ("greedy", True)):
-        engine.drafting = replace(engine.drafting, greedy=greedy)
+        engine.drafting = replace(drafting, greedy=greedy)
         decoded[name] = decode_all(engine, requests)
     recorded = [record.completion.tokens.tolist() for record in records]
     both = zip(recorded, *decoded.values(), strict=True)
