@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, cast, get_args, get_origin
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 Positive = Annotated[int, Field(ge=1)]
@@ -141,6 +141,15 @@ class SpeculationConfig(Section):
     """What to do in each step: predicted from measured times and acceptance; by a bandit; always a chain of `depth`."""
     epsilon: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Share of its steps in which the bandit tries another strategy."""
+
+    @field_validator("trees")
+    @classmethod
+    def _trees_exist(cls, trees: tuple[str, ...]) -> tuple[str, ...]:
+        from tlt_pipeline.engine.strategies import parse_strategy  # which imports this module
+
+        for tree in trees:
+            parse_strategy(f"eagle-{tree}")
+        return trees
 
     @model_validator(mode="after")
     def _fixed_exists(self) -> Self:

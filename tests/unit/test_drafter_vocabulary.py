@@ -121,3 +121,21 @@ def test_a_list_that_is_no_list_of_tokens_is_refused(tmp_path) -> None:
         save_drafter(narrowed(bad), tmp_path / "drafter")
         with pytest.raises(ModelError, match="draft_ids must be ascending token ids"):
             load_drafter(tmp_path / "drafter", policy().config)
+
+
+def test_a_tree_branches_no_more_ways_than_there_are_tokens() -> None:
+    requests = [engine_cases.request(number) for number in range(3)]
+    expected = [done.tokens for done in decode_all(engine_cases.engine(policy(), batch=3), requests)]
+    for ids in ([expected[0][0]], [3, 5]):
+        engine = engine_cases.engine(policy(), batch=3)
+        engine.set_drafter(narrowed(ids), 1)
+        engine.choice = Fixed(parse_strategy("eagle-3x3x8"))
+        assert [done.tokens for done in decode_all(engine, requests)] == expected
+
+
+def test_weights_of_another_shape_are_refused(tmp_path) -> None:
+    drafter = drafter_from_policy(policy())
+    drafter.fc = torch.nn.Linear(4, 4, bias=False)
+    save_drafter(drafter, tmp_path / "drafter")
+    with pytest.raises(ModelError, match=r"fc\.weight is \(4, 4\)"):
+        load_drafter(tmp_path / "drafter", policy().config)

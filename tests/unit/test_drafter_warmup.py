@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tlt_pipeline.drafter.start import start_drafter
 from tlt_pipeline.drafter.texts import TextWriter
 from tlt_pipeline.drafter.warmup import run_warmup
 from tlt_pipeline.models.checkpoint import load_decoder
+from tlt_pipeline.models.locate import ModelError
 from tlt_pipeline.models.tokenizer import load_tokenizer
 from tlt_pipeline.tasks.mix import TaskMix
 from tlt_pipeline.tasks.prompts import render
@@ -55,5 +57,18 @@ def test_texts_are_the_tasks_prompts_with_the_policys_answers() -> None:
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
-    with pytest.raises(ConfigError, match="is no drafter folder"):
+    with pytest.raises(ConfigError, match="is no drafter's folder"):
         run_warmup(config(), tmp_path, seconds=1.0)
+
+
+def test_a_policys_folder_is_never_taken_for_a_drafters(tmp_path: Path) -> None:
+    policy = shutil.copytree(POLICY, tmp_path / "policy")
+    before = sorted(path.name for path in policy.iterdir())
+    with pytest.raises(ConfigError, match="is no drafter's folder"):
+        run_warmup(config(), policy, seconds=1.0)
+    assert sorted(path.name for path in policy.iterdir()) == before
+
+
+def test_a_mistyped_start_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no drafter in configs/nowhere"):
+        run_warmup(config(**{"drafter.init": "configs/nowhere"}), tmp_path / "warm", seconds=1.0)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-import torch
 
 from tlt_pipeline.config import ConfigError, RunConfig
 from tlt_pipeline.drafter.evaluation import HeldOut
@@ -21,11 +20,11 @@ from tlt_pipeline.drafter.texts import TextWriter
 from tlt_pipeline.drafter.trainer import DrafterTrainer
 from tlt_pipeline.folders import draft_folder, put_in_place, remove_folder
 from tlt_pipeline.learner.compute import use_threads
-from tlt_pipeline.models.checkpoint import load_decoder, load_drafter, save_drafter
+from tlt_pipeline.models.checkpoint import is_drafter, load_decoder, load_drafter, save_drafter
 from tlt_pipeline.models.decoder import Decoder
-from tlt_pipeline.models.drafter import EagleDrafter, drafter_from_policy
+from tlt_pipeline.models.drafter import drafter_from_policy
 from tlt_pipeline.models.dtypes import choose_device, choose_dtype
-from tlt_pipeline.models.locate import locate_model
+from tlt_pipeline.models.locate import locate_drafter, locate_model
 from tlt_pipeline.models.tokenizer import load_tokenizer
 from tlt_pipeline.processes import usable_cores
 
@@ -34,6 +33,8 @@ ANSWERS = 96
 """Written at a time, after as many that are held out of training."""
 TRAINING_SHARE = 3
 """Seconds of training for each second of writing: fresh answers teach more than known ones."""
+SHORTEST_S = 1.0
+"""Of a round's training, also where writing took all the time there was."""
 PATIENCE = 3
 """Ends after so many rounds without a gain worth publishing."""
 
@@ -55,13 +56,15 @@ class WarmupReport:
 
 def run_warmup(config: RunConfig, out: Path, seconds: float, log: Any = None) -> WarmupReport:
     """Raises ConfigError, TaskError or ModelError for what the user gave, StorageError for a full disk."""
-    if out.exists() and not (out / "config.json").is_file():
-        raise ConfigError(f"{out} exists and is no drafter folder: give another --out, or remove it")
+    if out.exists() and not is_drafter(out):
+        raise ConfigError(f"{out} exists and is no drafter's folder: give another --out, or remove it")
+    with draft_folder(out):  # a place that can't be written is better said now
+        pass
     use_threads(config.engine.threads or max(usable_cores() // config.slots.count, 1))
     device = choose_device(config.engine.device)
     folder = locate_model(config.policy.model)
     policy = load_decoder(folder, choose_dtype(config.engine.dtype, device), device)
-    warmup = _Warmup(config, policy, folder, log or structlog.get_logger())
+    warmup = _Warmup(config, policy, folder, out, log or structlog.get_logger())
     report = warmup.train(seconds, str(out))
     with draft_folder(out) as draft:
         save_drafter(warmup.trainer.average, draft)
@@ -74,20 +77,17 @@ def run_warmup(config: RunConfig, out: Path, seconds: float, log: Any = None) ->
 
 
 class _Warmup:
-    def __init__(self, config: RunConfig, policy: Decoder, folder: Path, log: Any) -> None:
+    def __init__(self, config: RunConfig, policy: Decoder, folder: Path, out: Path, log: Any) -> None:
+        """`drafter.init` may name what is to be made: then it begins from the policy."""
         self.config, self.policy, self.log = config, policy, log
+        init = locate_drafter(config.drafter.init) if config.drafter.init != str(out) or is_drafter(out) else None
+        begun = None if init is None else load_drafter(init, policy.config)
         self.writer = TextWriter(config, policy, load_tokenizer(folder), config.rollout.max_new_tokens)
         texts, pieces = self.writer.write(0, HELD_OUT)
-        drafter = self._start(texts[:TEXTS])
+        drafter = begun or drafter_from_policy(policy, texts[:TEXTS]).float()
         self.trainer = DrafterTrainer(config, drafter, 0, FrozenParts.of(policy, 0, policy.embed.weight.device), slot=0)
         self.trainer.buffer.add([document_of(piece) for piece in pieces], 0, held_out=True)
         self.answers = 0
-
-    def _start(self, texts: list[torch.Tensor]) -> EagleDrafter:
-        init = Path(self.config.drafter.init)
-        if (init / "config.json").is_file():  # else it is what is to be made
-            return load_drafter(init, self.policy.config)
-        return drafter_from_policy(self.policy, texts).float()
 
     def train(self, seconds: float, out: str) -> WarmupReport:
         began, round_number, idle_rounds = time.monotonic(), 0, 0
@@ -95,7 +95,7 @@ class _Warmup:
         while time.monotonic() - began < seconds and idle_rounds < PATIENCE:
             round_number += 1
             wrote = self._write(round_number)
-            left = seconds - (time.monotonic() - began)
+            left = max(seconds - (time.monotonic() - began), SHORTEST_S)
             self.trainer.train(min(TRAINING_SHARE * wrote, left), lambda: False)
             found = self._judge()
             gained = found.loss < best.loss * (1.0 - self.config.drafter.train.min_gain)

@@ -73,6 +73,8 @@ def parse_strategy(text: str) -> Strategy:
 def _check(text: str, strategy: Strategy) -> None:
     if not 1 <= strategy.depth <= 16:
         raise ValueError(f"{text!r}: a depth is from 1 to 16")
+    if strategy.top_k < 1 or (strategy.top_k == 1) != (strategy == chain(strategy.drafter, strategy.depth)):
+        raise ValueError(f"{text!r}: a tree branches at least 2 ways")
     if strategy.is_tree and strategy.drafter != "eagle":
         raise ValueError(f"{text!r}: only the eagle drafter proposes trees")
     if strategy.verify < strategy.depth or strategy.verify > 64:

@@ -31,7 +31,7 @@ LEVEL_COST = 1e-4
 def propose_tree(drafting: Drafting, batch: Batch, noise: StepNoise, strategy: Strategy) -> Proposals:
     """noise: the policy's, at the `depth` positions to draw (all nodes of a level share one)."""
     feature_BC = catch_up(drafting, batch)
-    growth = _Growth(drafting, batch, noise, strategy.top_k)
+    growth = _Growth(drafting, batch, noise, min(strategy.top_k, drafting.head_vC.shape[0]))
     frontier = growth.first(feature_BC)
     for level in range(1, strategy.depth):
         frontier = growth.expand(frontier, level, strategy.depth - 1)

@@ -118,6 +118,14 @@ def save_drafter(drafter: EagleDrafter, folder: str | Path) -> None:
     save_file(state, folder / _WEIGHTS, metadata={"format": "pt"})
 
 
+def is_drafter(folder: Path) -> bool:
+    """Whether a drafter of ours, or an exported one, is in this folder."""
+    if not (folder / "config.json").is_file():
+        return False
+    config = read_hf_config(folder)
+    return config.get("model_type") == _DRAFTER or is_exported(config)
+
+
 def load_drafter(
     folder: str | Path,
     policy_config: DecoderConfig,
@@ -145,6 +153,12 @@ def load_drafter(
         state = {
             name: stored.take(name).to(device=device, dtype=dtype, copy=True) for name, _ in drafter.named_parameters()
         }
+        for name, parameter in drafter.named_parameters():
+            if state[name].shape != parameter.shape:
+                raise ModelError(
+                    f"{folder}: {name} is {tuple(state[name].shape)}, not {tuple(parameter.shape)}: "
+                    f"the file is damaged or another policy's, take another drafter or from_policy_layer"
+                )
         drafter.draft_ids = _take_draft_ids(stored, policy_config.vocab_size, folder, device)
         stored.refuse_left_over(tied=False)
     drafter.load_state_dict(state, strict=False, assign=True)
