@@ -204,7 +204,8 @@ def test_the_trainer_computes_the_states_where_only_tokens_are_streamed(run: Run
     given_back = [json.loads(line) for slot in (0, 1) for line in run.log(f"drafter-trainer-{slot}").splitlines()]
     shards = [line["shards"] for line in given_back if line["event"] == "slot given back"]
     assert any(each.get("read") for each in shards)
-    assert not any(each.keys() - {"read", "known", "too_old"} for each in shards)
+    # a slow trainer finds that what it was to read has made room for newer shards
+    assert not [each for each in shards if each.keys() - {"read", "known", "too_old", "missing"}]
 
 
 def test_nothing_survives_a_killed_launcher(run: Run) -> None:
