@@ -197,9 +197,10 @@ def test_ctrl_c_drains_and_resume_goes_on(run: Run) -> None:
 
 
 def test_the_trainer_computes_the_states_where_only_tokens_are_streamed(run: Run) -> None:
-    assert run.start("steps=3", "hidden_states.source=recompute", "learner.colocated=false").wait(180) == 0, run.said
+    settings = "hidden_states.source=recompute", "learner.colocated=false", "drafter.train.keep_steps=9"
+    assert run.start("steps=6", *settings).wait(180) == 0, run.said
     summary = run.summary()
-    assert summary["steps"] == 3 and summary["dead_letters"] == 0
+    assert summary["steps"] == 6 and summary["dead_letters"] == 0
     assert summary["drafter_tokens_trained"] > 0
     given_back = [json.loads(line) for slot in (0, 1) for line in run.log(f"drafter-trainer-{slot}").splitlines()]
     shards = [line["shards"] for line in given_back if line["event"] == "slot given back"]
