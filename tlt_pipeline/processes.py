@@ -8,6 +8,10 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tlt_pipeline.config import RunConfig
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -43,6 +47,13 @@ def usable_cores() -> int:
         if limit != "max":
             cores = min(cores, max(1, int(limit) // int(period)))
     return max(1, cores)
+
+
+def slot_threads(config: RunConfig, cores: int | None = None) -> int:
+    """CPU threads of what works on one slot. Replay has as many as the rollout had: answers are equal to the bit with
+    the same number of threads. `cores`: None: those that this process may use."""
+    cores = usable_cores() if cores is None else cores
+    return config.engine.threads or max(cores // config.slots.count, 1)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -49,7 +49,7 @@ from tlt_pipeline.messages import (
     slot_commands,
 )
 from tlt_pipeline.models.dtypes import choose_dtype
-from tlt_pipeline.processes import usable_cores
+from tlt_pipeline.processes import slot_threads
 from tlt_pipeline.rundir import RunDir
 from tlt_pipeline.weights import WeightStore
 
@@ -69,7 +69,7 @@ def main(run_dir: Path, slot: int | None) -> int:
 
 async def run_drafter_trainer(actor: Actor) -> None:
     config = actor.config
-    torch.set_num_threads(config.engine.threads or max(usable_cores() // config.slots.count, 1))
+    torch.set_num_threads(slot_threads(config))
     with ThreadPoolExecutor(1, "trainer") as thread:
         async with asyncio.TaskGroup() as group:
             spot = await SpotTrainer.start(actor, thread, group)

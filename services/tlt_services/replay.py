@@ -6,7 +6,6 @@ Consumes: the journal and the weight sets of a run. Publishes: a report. Waits f
 from __future__ import annotations
 
 import json as jsonlib
-import os
 import random
 import time
 from collections import defaultdict
@@ -23,6 +22,7 @@ from tlt_pipeline.engine.replay import Recorded, replay
 from tlt_pipeline.messages import WeightsPublished
 from tlt_pipeline.models.dtypes import choose_device, choose_dtype
 from tlt_pipeline.models.tokenizer import Tokenizer, load_tokenizer
+from tlt_pipeline.processes import slot_threads
 from tlt_pipeline.rundir import RunDir
 from tlt_pipeline.telemetry.logging import configure_logging
 from tlt_pipeline.weights import WeightsMissing, WeightStore
@@ -36,7 +36,7 @@ def main(run_dir: Path, *, request: str | None, all: bool, sample: int | None, d
     configure_logging()
     run = RunDir(run_dir)
     config = load_config(run.config)
-    torch.set_num_threads(config.engine.threads or max((os.cpu_count() or 1) // config.slots.count, 1))
+    torch.set_num_threads(slot_threads(config))
     chosen = _choose(read_recorded(run), request, all, sample, config.seed)
     by_version: dict[int, list[Recorded]] = defaultdict(list)
     for record in chosen:

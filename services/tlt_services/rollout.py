@@ -28,7 +28,7 @@ from tlt_pipeline.messages import (
     slot_commands,
 )
 from tlt_pipeline.models.tokenizer import Tokenizer, load_tokenizer
-from tlt_pipeline.processes import usable_cores
+from tlt_pipeline.processes import slot_threads
 from tlt_pipeline.weights import WeightsMissing, WeightStore
 from tlt_services.loading import Loading, start_engine
 from tlt_services.observing import StrategyMetrics, describe
@@ -78,7 +78,7 @@ class RolloutWorker:
         """Loads the policy (and the drafter that speculation needs) and decides what this run may claim."""
         config = actor.config
         # one slot's share of the cores: oversubscribed threads cost up to 50 times
-        torch.set_num_threads(config.engine.threads or max(usable_cores() // config.slots.count, 1))
+        torch.set_num_threads(slot_threads(config))
         store = WeightStore.of_run(actor.run_dir, config)
         published = await actor.wait_for("the learner's first policy version", lambda: actor.bus.latest("policy"))
         assert isinstance(published, WeightsPublished)

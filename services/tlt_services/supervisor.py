@@ -26,7 +26,7 @@ import structlog
 from tlt_pipeline.config import RunConfig
 from tlt_pipeline.failures import EXIT_FAILED, EXIT_FATAL, EXIT_USER
 from tlt_pipeline.messages import Role
-from tlt_pipeline.processes import PARENT_VARIABLE, usable_cores
+from tlt_pipeline.processes import PARENT_VARIABLE, slot_threads, usable_cores
 from tlt_pipeline.rundir import storing
 
 _LOG_TAIL_BYTES = 64 * 1024
@@ -97,7 +97,7 @@ def services_of(config: RunConfig) -> list[Service]:
 
 def threads_of(service: Service, config: RunConfig, cores: int) -> int:
     """CPU threads of a service: those that work at one time never have more than there are cores."""
-    a_slot = config.engine.threads or max(1, cores // config.slots.count)
+    a_slot = slot_threads(config, cores)
     if service.role == "scheduler":
         return 1
     if service.role == "learner":
