@@ -6,11 +6,25 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tlt_pipeline.config import SpeculationConfig
 from tlt_pipeline.engine.strategies import StepFacts, Strategy, batch_bucket
 
 Reason = Literal["switched_off", "no_drafter", "not_chosen", "above_max_batch", "no_match"]
 """Why a step didn't speculate: the config says so; it was asked for and there is no drafter yet; it was not chosen;
 more answers were running than it is for; no n-gram matched."""
+
+
+def hindrance(config: SpeculationConfig, facts: StepFacts, has_drafter: bool) -> Reason | None:
+    """Why a step didn't speculate with the drafter that the config asks for; None: it did."""
+    if config.drafter == "off":
+        return "switched_off"
+    if config.drafter == "eagle" and not has_drafter:
+        return "no_drafter"
+    if facts.drafts:
+        return None
+    if facts.strategy.drafter == "ngram":
+        return "no_match"
+    return "above_max_batch" if facts.batch > config.max_batch else "not_chosen"
 
 
 @dataclass

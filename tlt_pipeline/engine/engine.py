@@ -17,7 +17,7 @@ import torch
 
 from tlt_kernels import dispatch
 from tlt_pipeline.config import EngineConfig
-from tlt_pipeline.engine.accounts import Reason, StrategyAccount
+from tlt_pipeline.engine.accounts import StrategyAccount, hindrance
 from tlt_pipeline.engine.admission import Admission
 from tlt_pipeline.engine.batch import Batch
 from tlt_pipeline.engine.captured_passes import CapturedPasses
@@ -193,7 +193,7 @@ class Engine:
             width, drafts = proposals.nodes, int(np.count_nonzero(proposals.counts_B))
         facts = StepFacts(strategy, B, context, committed, seconds, width, by_position, counts, drafts)
         self.choice.measured(facts)
-        self.account.add(facts, self._hindrance(facts))
+        self.account.add(facts, hindrance(self.config.speculation, facts, self.drafting is not None))
         return finished
 
     def _schedule(self) -> Batch:
@@ -231,19 +231,6 @@ class Engine:
         if self.drafting is not None:
             return self.strategies
         return tuple(each for each in self.strategies if each.drafter != "eagle")
-
-    def _hindrance(self, facts: StepFacts) -> Reason | None:
-        """Why a step didn't speculate with the drafter that the config asks for."""
-        speculation = self.config.speculation
-        if speculation.drafter == "off":
-            return "switched_off"
-        if speculation.drafter == "eagle" and self.drafting is None:
-            return "no_drafter"
-        if facts.drafts:
-            return None
-        if facts.strategy.drafter == "ngram":
-            return "no_match"
-        return "above_max_batch" if facts.batch > speculation.max_batch else "not_chosen"
 
     def _noise(self, batch: Batch, width: int) -> StepNoise:
         """At the positions after each row's last committed token."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tlt_pipeline.config import SpeculationConfig
-from tlt_pipeline.engine.accounts import Reason, StrategyAccount
+from tlt_pipeline.engine.accounts import Reason, StrategyAccount, hindrance
 from tlt_pipeline.engine.choice import make_policy
 from tlt_pipeline.engine.strategies import OFF, BatchState, StepFacts, Strategy, batch_bucket, chain, strategies_of
 
@@ -90,15 +90,9 @@ class Steering:
             self._set_depth(bucket // 2 + 1, bucket, depth)
 
     def _hindrance(self, facts: StepFacts) -> Reason | None:
-        if self.config.drafter == "off":
-            return "switched_off"
-        if not self.has_drafter:
-            return "no_drafter"
-        if facts.drafts:
-            return None
-        if self.config.drafter == "ngram":
-            return "no_match"
-        return "above_max_batch" if facts.batch > self.config.max_batch else "not_chosen"
+        if self.config.drafter == "ngram" and not facts.drafts:
+            return "no_match"  # whether it looked for one isn't told
+        return hindrance(self.config, facts, self.has_drafter)
 
 
 def make_logger(steering: Steering) -> Any:
