@@ -19,7 +19,7 @@ import torch
 from tlt_pipeline.config import ConfigError, RunConfig, SpeculationConfig, load_config, validate_config
 from tlt_pipeline.engine.replay import Recorded
 from tlt_pipeline.engine.strategies import Strategy
-from tlt_pipeline.messages import Array, RolloutRequest, Sampling
+from tlt_pipeline.messages import Array, RolloutRequest
 from tlt_pipeline.models.checkpoint import load_decoder, load_drafter
 from tlt_pipeline.models.decoder import Decoder
 from tlt_pipeline.models.drafter import EagleDrafter
@@ -30,6 +30,7 @@ from tlt_pipeline.rundir import RunDir
 from tlt_pipeline.scheduling.events import SubmitStep
 from tlt_pipeline.scheduling.ids import RequestId, seed_of
 from tlt_pipeline.tasks.mix import TaskMix
+from tlt_pipeline.tasks.prompts import sampling_of
 from tlt_pipeline.weights import WeightsMissing, WeightStore
 from tlt_services.bench_options import BenchOptions
 from tlt_services.replay import read_recorded
@@ -237,14 +238,7 @@ def _read_prompts(file: Path, config: RunConfig, tokenizer: Tokenizer, seed: int
     lines = [line for line in file.read_text().splitlines() if line.strip()]
     if not lines:
         raise ConfigError(f"{file} has no prompt in it: write one a line")
-    sampling = Sampling(
-        temperature=config.rollout.temperature,
-        top_k=config.rollout.top_k,
-        top_p=config.rollout.top_p,
-        max_new_tokens=config.rollout.max_new_tokens,
-        stop_token_ids=tokenizer.eos_ids,
-        stop=config.rollout.stop,
-    )
+    sampling = sampling_of(config.rollout, tokenizer.eos_ids)
     requests: list[RolloutRequest] = []
     for number, line in enumerate(lines):
         chat = tokenizer.has_chat_template and config.task.chat != "off"

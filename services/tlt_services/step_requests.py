@@ -8,7 +8,7 @@ from tlt_pipeline.models.tokenizer import Tokenizer
 from tlt_pipeline.scheduling.events import SubmitStep
 from tlt_pipeline.scheduling.ids import RequestId, seed_of
 from tlt_pipeline.tasks.mix import TaskMix
-from tlt_pipeline.tasks.prompts import Prompt, render
+from tlt_pipeline.tasks.prompts import Prompt, render, sampling_of
 
 
 class PromptUnfit(ValueError):
@@ -76,18 +76,6 @@ class RequestWriter:
             )
 
     def _sampling(self, order: SubmitStep) -> Sampling:
-        """Evaluation is greedy."""
-        rollout = self._config.rollout
-        drawn = (
-            {"temperature": 0.0}
-            if order.purpose == "eval"
-            else {"temperature": rollout.temperature, "top_k": rollout.top_k, "top_p": rollout.top_p}
-        )
-        return Sampling.model_validate(
-            {
-                **drawn,
-                "max_new_tokens": rollout.max_new_tokens,
-                "stop_token_ids": self._tokenizer.eos_ids,
-                "stop": rollout.stop,
-            }
-        )
+        """Evaluation is greedy, of the whole vocabulary."""
+        greedy = {"temperature": 0.0, "top_k": 0, "top_p": 1.0} if order.purpose == "eval" else {}
+        return sampling_of(self._config.rollout, self._tokenizer.eos_ids, **greedy)

@@ -10,11 +10,11 @@ from torch import Tensor
 from tlt_pipeline.config import EngineConfig, RunConfig, SpeculationConfig
 from tlt_pipeline.engine.engine import Engine, decode_all
 from tlt_pipeline.engine.results import FeaturePiece
-from tlt_pipeline.messages import Array, RolloutRequest, Sampling
+from tlt_pipeline.messages import Array, RolloutRequest
 from tlt_pipeline.models.decoder import Decoder
 from tlt_pipeline.models.tokenizer import Tokenizer
 from tlt_pipeline.tasks.mix import TaskMix
-from tlt_pipeline.tasks.prompts import render
+from tlt_pipeline.tasks.prompts import render, sampling_of
 
 AT_ONCE = 32
 """Answers written side by side."""
@@ -28,14 +28,8 @@ class TextWriter:
         self._config, self._tokenizer = config, tokenizer
         self._tasks = TaskMix(config.task, config.seed)
         self._context = min(config.engine.max_context, policy.config.max_position_embeddings)
-        rollout = config.rollout
-        self._sampling = Sampling(
-            max_new_tokens=min(answer_tokens, rollout.max_new_tokens),
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            stop_token_ids=tuple(tokenizer.eos_ids),
-        )
+        most = min(answer_tokens, config.rollout.max_new_tokens)
+        self._sampling = sampling_of(config.rollout, tokenizer.eos_ids, max_new_tokens=most)
         off = SpeculationConfig(drafter="off")
         settings = EngineConfig(max_batch=AT_ONCE, max_context=self._context, exact="off", speculation=off)
         self._engine = Engine(policy, 0, tokenizer, settings, feature_chunk=config.hidden_states.chunk_tokens)

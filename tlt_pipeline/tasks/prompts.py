@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
-from tlt_pipeline.config import TaskConfig
+from tlt_pipeline.config import RolloutConfig, TaskConfig
+from tlt_pipeline.messages import Sampling
 
 Message = Mapping[str, Any]
 
@@ -40,6 +41,12 @@ class Prompt:
     answer: str
     entry: str
     """JSON of what the source's verifier needs."""
+
+
+def sampling_of(rollout: RolloutConfig, stop_token_ids: Sequence[int], **changes: Any) -> Sampling:
+    """How a rollout samples its answers. `changes`: fields that are to be others."""
+    fields = rollout.model_dump(include={"temperature", "top_k", "top_p", "max_new_tokens", "stop"})
+    return Sampling.model_validate({**fields, "stop_token_ids": stop_token_ids, **changes})
 
 
 def render(prompt: Prompt, config: TaskConfig, tokenizer: ChatTokenizer) -> list[int]:
