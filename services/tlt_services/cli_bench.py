@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tlt_services.cli_options import Overrides
+from tlt_services.cli_options import JsonFile, Overrides
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure the whole loop, the engine or the spot trainer.")
 
@@ -16,7 +16,7 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure the whole loop, the 
 def bench_e2e(
     config: Annotated[Path, typer.Argument(metavar="CONFIG")],
     overrides: Overrides = None,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Save the numbers.")] = None,
+    json: JsonFile = None,
 ) -> int:
     """Run the same config without and with speculation, and compare times and answers."""
     from tlt_pipeline.config import load_config
@@ -51,7 +51,7 @@ def bench_engine(
     repeat: Annotated[int, typer.Option("--repeat", metavar="N", min=1, help="Rounds; the median counts.")] = 7,
     threads: Annotated[int, typer.Option("--threads", min=0, help="0: the config's, else 1.")] = 0,
     seed: Annotated[int, typer.Option("--seed", min=0, max=(1 << 31) - 1)] = 0,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Save the numbers.")] = None,
+    json: JsonFile = None,
     png: Annotated[
         Path | None, typer.Option("--png", metavar="FILE", help="Default: beside the JSON, or bench-engine.png.")
     ] = None,
@@ -84,7 +84,7 @@ def bench_engine(
 def bench_drafter(
     config: Annotated[Path, typer.Argument(metavar="CONFIG")],
     overrides: Overrides = None,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Save the numbers.")] = None,
+    json: JsonFile = None,
     png: Annotated[
         Path | None, typer.Option("--png", metavar="FILE", help="Default: beside the JSON, or bench-drafter.png.")
     ] = None,
@@ -99,7 +99,7 @@ def bench_drafter(
 def bench_spot(
     config: Annotated[Path, typer.Argument(metavar="CONFIG")],
     overrides: Overrides = None,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Save the numbers.")] = None,
+    json: JsonFile = None,
 ) -> int:
     """Measure the spot trainer: packing, checkpoint stall, memory of the loss, and what streaming costs the rollout."""
     from tlt_pipeline.config import load_config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,3 +10,4 @@ import typer
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that replace the file's.")
 ]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Save the numbers.")]
