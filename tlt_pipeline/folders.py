@@ -66,6 +66,12 @@ def put_in_place(folder: Path, target: Path) -> bool:
     return True
 
 
+def replace_folder(folder: Path, target: Path) -> None:
+    """As `put_in_place`; what was there makes way."""
+    while not put_in_place(folder, target):
+        remove_folder(target)
+
+
 def remove_folder(target: Path) -> None:
     """Renamed before it is deleted, so that a half-deleted one is never seen. Nothing there is no error."""
     doomed = temporary_beside(target)

@@ -27,7 +27,7 @@ from rich.table import Table
 from tlt_pipeline.config import ConfigError, RunConfig, load_config
 from tlt_pipeline.rundir import RunDir, write_atomic
 from tlt_services.bench import read_answers, run_variant
-from tlt_services.bench_options import check_writable, place_png
+from tlt_services.bench_options import check_writable, open_figure, place_png
 
 ROWS = 12
 """Of the table, at most: each the mean of some steps in a row."""
@@ -153,12 +153,9 @@ def _positions(figures: dict[str, Any]) -> str:
 def draw(report: dict[str, Any], path: Path) -> None:
     """Acceptance by step, with the drafter's versions; by position, with and without shared noise. Without matplotlib:
     says how to get it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        typer.echo("no picture: matplotlib is missing; pip install 'tlt-pipeline[bench]' brings it", err=True)
+    figure = open_figure(11, 4.5)
+    if figure is None:
         return
-    figure = Figure(figsize=(11, 4.5), dpi=130, layout="constrained")
     by_step: Any
     by_position: Any
     by_step, by_position = figure.subplots(1, 2, width_ratios=(2, 1))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
+
+import typer
 
 from tlt_pipeline.config import ConfigError, EngineConfig
 from tlt_pipeline.engine.strategies import OFF, Strategy, parse_strategy
@@ -91,3 +93,13 @@ def parse_strategies(text: str | None) -> tuple[Strategy, ...] | None:
     except ValueError as error:
         raise ConfigError(f"--strategies {text}: {error}") from error
     return (OFF, *(strategy for strategy in chosen if strategy != OFF))
+
+
+def open_figure(width: float, height: float) -> Any:
+    """A matplotlib figure of that many inches. Without matplotlib: None, and says how to get it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        typer.echo("no picture: matplotlib is missing; pip install 'tlt-pipeline[bench]' brings it", err=True)
+        return None
+    return Figure(figsize=(width, height), dpi=130, layout="constrained")

@@ -8,7 +8,6 @@ Consumes: a run directory. Publishes: numbers.
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +22,10 @@ from tlt_pipeline.engine.results import Finished
 from tlt_pipeline.engine.strategies import Fixed, chain
 from tlt_pipeline.models.dtypes import choose_device, choose_dtype
 from tlt_pipeline.models.tokenizer import load_tokenizer
+from tlt_pipeline.processes import slot_threads
 from tlt_pipeline.rundir import RunDir
 from tlt_pipeline.weights import WeightStore
+from tlt_services.acceptance import acceptance_of
 from tlt_services.replay import read_recorded
 
 ANSWERS = 128
@@ -37,7 +38,7 @@ def compare_proposals(run_dir: Path) -> dict[str, Any]:
     `identical`: answers that came out as recorded both times."""
     run = RunDir(run_dir)
     config = load_config(run.config)
-    torch.set_num_threads(config.engine.threads or max((os.cpu_count() or 1) // config.slots.count, 1))
+    torch.set_num_threads(slot_threads(config))
     records = _last_step(run, config.seed)
     engine = _open(run, config, records[0].request.policy_version)
     requests = [record.request for record in records]
@@ -54,7 +55,7 @@ def compare_proposals(run_dir: Path) -> dict[str, Any]:
         "drafter_version": engine.drafter_version,
         "answers": len(records),
         "identical": sum(before == shared.tokens == greedy.tokens for before, shared, greedy in both),
-        **{name: _acceptance(answers) for name, answers in decoded.items()},
+        **{name: _figures(answers, config.engine.speculation.depth) for name, answers in decoded.items()},
     }
 
 
@@ -83,16 +84,10 @@ def _open(run: RunDir, config: RunConfig, version: int) -> Engine:
     return engine
 
 
-def _acceptance(answers: list[Finished]) -> dict[str, Any]:
-    stats = [answer.draft for answer in answers]
-    drafts = max(sum(each.drafts for each in stats), 1)
-    depth = max(len(each.accepted_by_position) for each in stats)
-    accepted = [
-        sum(each.accepted_by_position[place] for each in stats if place < len(each.accepted_by_position))
-        for place in range(depth)
-    ]
+def _figures(answers: list[Finished], depth: int) -> dict[str, Any]:
+    found = acceptance_of(answers, depth)
     return {
-        "acceptance_length": 1 + sum(accepted) / drafts,
-        "acceptance_by_position": [count / drafts for count in accepted],
-        "verify_passes": drafts,
+        "acceptance_length": found.length,
+        "acceptance_by_position": list(found.by_position),
+        "verify_passes": found.drafts,
     }

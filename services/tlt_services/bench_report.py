@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tlt_pipeline.rundir import write_atomic
+from tlt_services.bench_options import open_figure
 
 QUIET = 0.9
 """With a smaller share of a core the times say more of the machine's other work than of the engine."""
@@ -206,12 +207,9 @@ def _print_tail(tail: TailReplay, console: Console) -> None:
 
 def draw_png(report: Report, path: Path) -> None:
     """One line a strategy: batch size against the ratio to off. Without matplotlib: says how to get it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        typer.echo("no picture: matplotlib is missing; pip install 'tlt-pipeline[bench]' brings it", err=True)
+    figure = open_figure(9, 5.5)
+    if figure is None:
         return
-    figure = Figure(figsize=(9, 5.5), dpi=130, layout="constrained")
     axes: Any = figure.add_subplot()
     places = {batch: place for place, batch in enumerate(report.batches)}
     for name in report.strategies:

@@ -24,11 +24,9 @@ COVERED = 0.998
 
 def count_tokens(documents: Iterable[Document], vocab_size: int) -> Tensor:
     """How often each token stands in the answers, int64 [V]."""
-    counts_V = torch.zeros(vocab_size, dtype=torch.int64)
-    for document in documents:
-        answer = document.token_ids[document.loss_mask.bool()].to(torch.int64)
-        counts_V += torch.bincount(answer, minlength=vocab_size)
-    return counts_V
+    answers = [document.token_ids[document.loss_mask.bool()] for document in documents]
+    tokens_N = torch.cat(answers) if answers else torch.zeros(0, dtype=torch.int32)
+    return torch.bincount(tokens_N, minlength=vocab_size)
 
 
 def coverage(draft_ids_v: Tensor | None, counts_V: Tensor) -> float:

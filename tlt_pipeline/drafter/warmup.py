@@ -18,7 +18,7 @@ from tlt_pipeline.drafter.start import TEXTS
 from tlt_pipeline.drafter.streaming import document_of
 from tlt_pipeline.drafter.texts import TextWriter
 from tlt_pipeline.drafter.trainer import DrafterTrainer
-from tlt_pipeline.folders import draft_folder, put_in_place, remove_folder
+from tlt_pipeline.folders import draft_folder, replace_folder
 from tlt_pipeline.learner.compute import use_threads
 from tlt_pipeline.models.checkpoint import is_drafter, load_decoder, load_drafter, save_drafter
 from tlt_pipeline.models.decoder import Decoder
@@ -26,7 +26,7 @@ from tlt_pipeline.models.drafter import drafter_from_policy
 from tlt_pipeline.models.dtypes import choose_device, choose_dtype
 from tlt_pipeline.models.locate import locate_drafter, locate_model
 from tlt_pipeline.models.tokenizer import load_tokenizer
-from tlt_pipeline.processes import usable_cores
+from tlt_pipeline.processes import slot_threads
 
 HELD_OUT = 48
 ANSWERS = 96
@@ -60,7 +60,7 @@ def run_warmup(config: RunConfig, out: Path, seconds: float, log: Any = None) ->
         raise ConfigError(f"{out} exists and is no drafter's folder: give another --out, or remove it")
     with draft_folder(out):  # a place that can't be written is better said now
         pass
-    use_threads(config.engine.threads or max(usable_cores() // config.slots.count, 1))
+    use_threads(slot_threads(config))
     device = choose_device(config.engine.device)
     folder = locate_model(config.policy.model)
     policy = load_decoder(folder, choose_dtype(config.engine.dtype, device), device)
@@ -71,8 +71,7 @@ def run_warmup(config: RunConfig, out: Path, seconds: float, log: Any = None) ->
         (draft / "warmup.json").write_text(
             json.dumps({"policy": config.policy.model, **asdict(report)}, indent=2) + "\n"
         )
-        while not put_in_place(draft, out):
-            remove_folder(out)
+        replace_folder(draft, out)
     return report
 
 

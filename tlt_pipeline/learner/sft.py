@@ -16,7 +16,7 @@ import structlog
 import torch
 
 from tlt_pipeline.config import ConfigError, RunConfig, SFTConfig
-from tlt_pipeline.folders import draft_folder, put_in_place, remove_folder
+from tlt_pipeline.folders import draft_folder, replace_folder
 from tlt_pipeline.learner.batching import Example, bucket, collate
 from tlt_pipeline.learner.compute import choose_scoring, use_threads
 from tlt_pipeline.learner.optimizer import cosine, make_optimizer, update
@@ -181,5 +181,4 @@ def _write(out: Path, student: Student, config: RunConfig, report: SFTReport) ->
         student.tokenizer.save(folder)
         record = {"report": asdict(report), "seed": config.seed, "sft": settings.model_dump(mode="json")}
         (folder / "sft.json").write_text(json.dumps(record, indent=2) + "\n")
-        while not put_in_place(folder, out):
-            remove_folder(out)
+        replace_folder(folder, out)
