@@ -105,15 +105,17 @@ def _compare(
     for low in range(0, targets_NC.shape[0], frozen.chunk):
         part = slice(low, low + frozen.chunk)
         policy_NV = frozen.scores(frozen.norm(targets_NC[part]))
-        best_N = policy_NV.argmax(-1)
-        likely_Nv = _select((policy_NV / (temperature or 1.0)).softmax(-1), draft_ids)
+        if temperature == 0:
+            best_N, likely_Nv = policy_NV.argmax(-1), None
+        else:
+            best_N, likely_Nv = None, _select((policy_NV / temperature).softmax(-1), draft_ids)
         policy_Nv = _select(policy_NV, draft_ids).softmax(-1)
         for step, predicted_NC in enumerate(predicted_DNC[:, part]):
             drafter_Nv = narrow.scores(frozen.norm(predicted_NC))
             if step == 0:
                 expected_N = torch.linalg.vecdot(policy_Nv, drafter_Nv)
                 entropy_N[part] = drafter_Nv.logsumexp(-1) - expected_N
-            if temperature == 0:
+            if likely_Nv is None:
                 proposed_N = drafter_Nv.argmax(-1) if draft_ids is None else draft_ids[drafter_Nv.argmax(-1)]
                 agree_DN[step, part] = (best_N == proposed_N).float()
             else:

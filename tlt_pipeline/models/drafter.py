@@ -92,15 +92,9 @@ def _fit_inputs(policy: Decoder, index: int, texts: Sequence[Tensor]) -> Tensor:
 
 def _pairs(policy: Decoder, index: int, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
     """What `fc` reads [N, 2C] and what it should give [N, C], float64."""
-    positions_T = torch.arange(len(tokens_T), device=tokens_T.device)
-    embeddings_TC = inputs_TC = hidden_TC = policy.embed(tokens_T)
-    cos, sin = policy.rope.gather(positions_T, hidden_TC.dtype)
-    attend = CausalAttention()
-
-    def ops(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(layer, q[None], k[None], v[None])[0]
-
+    embeddings_1TC = inputs_1TC = hidden_1TC = policy.embed(tokens_T[None])
+    cos, sin = policy.rope.gather(torch.arange(len(tokens_T), device=tokens_T.device)[None], hidden_1TC.dtype)
     for number, layer in enumerate(policy.layers):
-        inputs_TC = hidden_TC if number == index else inputs_TC
-        hidden_TC = layer(hidden_TC, cos, sin, number, Ops(ops))
-    return torch.cat([embeddings_TC[1:], hidden_TC[:-1]], -1).double(), inputs_TC[1:].double()
+        inputs_1TC = hidden_1TC if number == index else inputs_1TC
+        hidden_1TC = layer(hidden_1TC, cos, sin, number, Ops(CausalAttention()))
+    return torch.cat([embeddings_1TC[0, 1:], hidden_1TC[0, :-1]], -1).double(), inputs_1TC[0, 1:].double()
