@@ -24,7 +24,7 @@ from tlt_pipeline.folders import combine, digest, draft_folder, put_in_place, re
 from tlt_pipeline.messages import ModelKind, WeightsPublished
 from tlt_pipeline.models.checkpoint import load_decoder, load_drafter, save_decoder, save_drafter
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig
-from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.drafter import Drafter
 from tlt_pipeline.models.locate import ModelError
 from tlt_pipeline.models.tokenizer import Tokenizer
 
@@ -94,7 +94,7 @@ class WeightStore:
     def write_drafter(
         self,
         version: int,
-        drafter: EagleDrafter,
+        drafter: Drafter,
         *,
         parent: int,
         policy_version: int,
@@ -132,7 +132,7 @@ class WeightStore:
         *,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
-    ) -> EagleDrafter:
+    ) -> Drafter:
         """As load_policy; ModelError if the set is for another policy or carries one of its frozen
         tensors."""
         with self._checked("drafter", ref) as folder:

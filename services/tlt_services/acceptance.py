@@ -11,7 +11,7 @@ from tlt_pipeline.engine.engine import Engine, decode_all
 from tlt_pipeline.engine.results import Finished
 from tlt_pipeline.messages import RolloutRequest
 from tlt_pipeline.models.decoder import Decoder
-from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.drafter import Drafter
 from tlt_pipeline.models.tokenizer import Tokenizer
 from tlt_pipeline.scheduling.events import SubmitStep
 from tlt_pipeline.tasks.mix import TaskMix
@@ -66,7 +66,7 @@ def chain_config(config: EngineConfig, depth: int) -> EngineConfig:
 
 def measure_acceptance(
     policy: Decoder,
-    drafter: EagleDrafter,
+    drafter: Drafter,
     tokenizer: Tokenizer,
     config: RunConfig,
     requests: list[RolloutRequest],

@@ -128,7 +128,7 @@ class SpotTrainer:
         blobs = open_hidden_states(actor.config.hidden_states, RunDir(actor.run_dir))
         dtype = choose_dtype(actor.config.engine.dtype, trainer.device)
         load = partial(store.load_policy, dtype=dtype, device=trainer.device)
-        intake = ShardIntake(blobs, trainer.buffer, decoder, actor.config, load)
+        intake = ShardIntake(blobs, trainer.buffer, decoder, actor.config, load, trainer.drafter.taps)
         actor.gauges.update(policy_version=policy.version, drafter_version=published.version)
         actor.log.info("trainer ready", drafter_version=published.version, device=str(trainer.device))
         return cls(actor, trainer, intake, Versions(actor, store, trainer, thread), group)

@@ -15,7 +15,7 @@ from tlt_pipeline.messages import WeightsPublished
 from tlt_pipeline.models.architecture import read_config
 from tlt_pipeline.models.checkpoint import load_decoder, load_drafter, save_drafter
 from tlt_pipeline.models.decoder import Decoder
-from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.drafter import Drafter
 from tlt_pipeline.models.export import Format, export_drafter, import_drafter
 from tlt_pipeline.models.locate import ModelError, locate_model
 from tlt_pipeline.models.tokenizer import load_tokenizer
@@ -30,7 +30,7 @@ MEASURED_PROMPTS, MEASURED_TOKENS = 16, 160
 class Source:
     """A drafter with the policy that it is for, and where that lies."""
 
-    drafter: EagleDrafter
+    drafter: Drafter
     policy: Decoder
     policy_folder: Path
     published: WeightsPublished | None
@@ -39,6 +39,8 @@ class Source:
 
 def write(source: Path, format: Format, out: Path, *, version: int | None, policy: str | None, measure: bool) -> int:
     found = _from_run(source, version) if (source / "config.yaml").is_file() else _from_folder(source, policy)
+    if found.drafter.kind != "eagle":
+        raise ModelError(f"{source}: an {found.drafter.kind} drafter can't be exported yet, only eagle ones can")
     norm_C: Tensor = found.policy.norm.weight
     acceptance = _measure(found) if measure and found.config is not None else None
     card = model_card(found, source, format, acceptance)

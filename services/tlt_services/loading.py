@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from tlt_pipeline.actor import Actor
+from tlt_pipeline.drafter.initial import feature_taps
 from tlt_pipeline.engine.engine import Engine
 from tlt_pipeline.engine.loop import EngineLoop
 from tlt_pipeline.engine.rollout_engine import OnOutput, RolloutEngine
@@ -48,6 +49,7 @@ def build_engine(actor: Actor, store: WeightStore, tokenizer: Tokenizer, version
         feature_chunk=chunk,
         context_window=config.drafter.context_window,
         seed=config.seed + (actor.slot or 0),
+        taps=feature_taps(config, policy.config) if config.engine.speculation.drafter == "eagle" else (),
     )
 
 

@@ -16,7 +16,7 @@ from tlt_pipeline.drafter.streaming import document_of
 from tlt_pipeline.drafter.trainer import DrafterTrainer
 from tlt_pipeline.engine.engine import decode_all
 from tlt_pipeline.models.decoder import Decoder
-from tlt_pipeline.models.drafter import drafter_from_policy
+from tlt_pipeline.models.drafter import DrafterKind
 
 DEPTH = 3
 
@@ -40,9 +40,11 @@ def policy(seed: int = 0) -> Decoder:
 
 
 @functools.cache
-def written(count: int = 48) -> tuple[Document, ...]:
+def written(count: int = 48, kind: DrafterKind = "eagle") -> tuple[Document, ...]:
     """What the engine streams while the policy writes `count` answers, in pieces of at most 16 tokens or so."""
     engine = engine_cases.engine(policy(), batch=16, speculate_up_to=1)
+    engine.set_drafter(engine_cases.drafter(policy(), kind=kind), 1)  # for what it taps: nothing is to be drafted
+    engine.set_drafter(None, 0)
     decode_all(engine, [engine_cases.request(number) for number in range(count)])
     return tuple(document_of(piece) for piece in engine.take_pieces())
 
@@ -76,12 +78,13 @@ def config(**train) -> RunConfig:
     )
 
 
-def trainer(*, version: int = 1, filled: bool = True, **train) -> DrafterTrainer:
+def trainer(*, version: int = 1, filled: bool = True, kind: DrafterKind = "eagle", **train) -> DrafterTrainer:
     """A trainer at the start, every eighth of the documents held out."""
-    made = DrafterTrainer(config(**train), drafter_from_policy(policy()), version, FrozenParts.of(policy(), 0), slot=0)
+    drafter = engine_cases.drafter(policy(), kind=kind)
+    made = DrafterTrainer(config(**train), drafter, version, FrozenParts.of(policy(), 0), slot=0)
     if filled:
-        made.buffer.add(written()[::8], 0, held_out=True)
-        made.buffer.add([each for index, each in enumerate(written()) if index % 8], 0, held_out=False)
+        made.buffer.add(written(kind=kind)[::8], 0, held_out=True)
+        made.buffer.add([each for index, each in enumerate(written(kind=kind)) if index % 8], 0, held_out=False)
     return made
 
 

@@ -11,7 +11,8 @@ from tlt_pipeline.engine.engine import Engine
 from tlt_pipeline.engine.strategies import BatchState, StepFacts, Strategy
 from tlt_pipeline.messages import Array, RolloutRequest, Sampling
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig, initialize
-from tlt_pipeline.models.drafter import EagleDrafter, drafter_from_policy
+from tlt_pipeline.models.drafter import Drafter, DrafterKind, drafter_from_policy
+from tlt_pipeline.models.eagle3_start import eagle3_from_policy
 from tlt_pipeline.models.tokenizer import Tokenizer, character_tokenizer
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 +-=.?\n"
@@ -41,9 +42,9 @@ def policy(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int 
     return model.to(dtype)
 
 
-def drafter(model: Decoder, seed: int | None = None) -> EagleDrafter:
+def drafter(model: Decoder, seed: int | None = None, kind: DrafterKind = "eagle") -> Drafter:
     """From the policy's last layer, or with `seed` a random one (which is nearly always wrong)."""
-    made = drafter_from_policy(model)
+    made = drafter_from_policy(model) if kind == "eagle" else eagle3_from_policy(model)
     if seed is not None:
         initialize(made, torch.Generator().manual_seed(seed), std=0.1)
     return made

@@ -59,9 +59,12 @@ def follow_drafts(made: DrafterTrainer, prompt: list[int], answer: list[int]) ->
     """Drafts and accepted proposals of a chain drafter on this greedy answer, from whole-document predictions."""
     tokens = torch.tensor(prompt + answer)
     with torch.no_grad():
-        hidden = policy().hidden(tokens[None], torch.arange(len(tokens))[None], Ops(CausalAttention()))[0]
-        batch = pack([Document(tokens.int(), hidden, torch.ones(len(tokens), dtype=torch.uint8), 0)])
-        proposed = policy().logits(unroll(made.average, made.frozen.embedding, batch, DEPTH)[:, 0]).argmax(-1)
+        positions, ops = torch.arange(len(tokens)), Ops(CausalAttention())
+        hidden = policy().hidden(tokens[None], positions[None], ops, made.average.taps)[0]
+        document = Document(tokens.int(), hidden, torch.ones(len(tokens), dtype=torch.uint8), 0)
+        batch, scoring = pack([document], policy().config.hidden_size), made.frozen.of_drafter(made.average)
+        predicted = unroll(made.average, made.frozen.embedding, batch, DEPTH)[:, 0]
+        proposed = scoring.scores(scoring.norm(predicted)).argmax(-1)
     place, drafts, accepted = len(prompt) - 1, 0, 0
     while place + 2 < len(tokens):  # the newest feature is that of `place`, the newest token the one after it
         right = 0

@@ -20,6 +20,7 @@ from tlt_pipeline.engine.results import Finished
 from tlt_pipeline.engine.strategies import OFF, Fixed, parse_strategy
 from tlt_pipeline.messages import RolloutRequest
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig, initialize
+from tlt_pipeline.models.drafter import DrafterKind
 
 TREE = "2x2x4"
 GREEDY, FILTERED = {"temperature": 0.0}, {"temperature": 0.6, "top_k": 9, "top_p": 0.9}
@@ -50,12 +51,19 @@ def requests(count: int = 2, **sampling: object) -> list[RolloutRequest]:
 
 
 def engine_for(
-    strategy: str, device: str = "cpu", dtype: torch.dtype = torch.float32, *, batch: int = 2, exact: str = "off"
+    strategy: str,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    batch: int = 2,
+    exact: str = "off",
+    kind: DrafterKind = "eagle",
 ) -> Engine:
-    """With a drafter that proposes some of the tokens only."""
+    """With a drafter that proposes some of the tokens only, if it can choose."""
     model = policy(dtype)
-    drafter = cases.drafter(model)  # fitted before either moves, so that it is the same everywhere
-    drafter.draft_ids = torch.arange(2, model.config.vocab_size)[torch.arange(model.config.vocab_size - 2) % 5 > 0]
+    drafter = cases.drafter(model, kind=kind)  # fitted before either moves, so that it is the same everywhere
+    if not drafter.owns_head:
+        drafter.draft_ids = torch.arange(2, model.config.vocab_size)[torch.arange(model.config.vocab_size - 2) % 5 > 0]
     engine = cases.engine(model.to(device), batch=batch, exact=exact, trees=(TREE,))
     engine.set_drafter(drafter.to(device), 1)
     engine.choice = Fixed(parse_strategy(strategy))
@@ -106,15 +114,18 @@ def test_kernels_are_taken_and_write_the_same_tokens(device: str, strategy: str,
 
 
 @on_every_device
-@pytest.mark.parametrize("strategy", ["off", "ngram-2", "eagle-2", f"eagle-{TREE}"])
-def test_captured_passes_write_the_same_tokens(device: str, strategy: str):
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [*((strategy, "eagle") for strategy in ("off", "ngram-2", "eagle-2", f"eagle-{TREE}")), ("eagle-2", "eagle3")],
+)
+def test_captured_passes_write_the_same_tokens(device: str, strategy: str, kind: DrafterKind):
     """As CUDA graphs, or with a recorder that runs the work again on the graphs' own buffers, which is all but CUDA's
     part of it. The drafter is swapped in mid-answer, and the batch shrinks."""
 
     def decode(device: str, recorder: Recorder | None) -> tuple[Engine, list[Finished]]:
-        engine, finished = engine_for(strategy, device), []
+        engine, finished = engine_for(strategy, device, kind=kind), []
         engine.strategies, engine.recorder = (OFF, parse_strategy(strategy)), recorder
-        drafters = [cases.drafter(policy(), seed).to(device) for seed in (5, None)]
+        drafters = [cases.drafter(policy(), seed, kind).to(device) for seed in (5, None)]
         for request in requests(**GREEDY):
             engine.submit(request)
         while engine.running or engine.waiting:

@@ -94,6 +94,10 @@ def test_pages_are_given_back_and_read_as_zero():
     ("settings", "message"),
     [
         ({"rollout": {"top_k": 5}}, r"top_k and rollout\.top_p can.t be used with engine\.type: vllm"),
+        (
+            {"drafter": {"kind": "eagle3"}, "hidden_states": {"source": "recompute"}},
+            "can.t draft with an eagle3 drafter",
+        ),
         ({}, r"set hidden_states\.source to recompute"),
     ],
 )

@@ -97,6 +97,11 @@ class RunConfig(Section):
                 "engine.type: vllm hands out no hidden states to train a drafter on: set hidden_states.source to "
                 "recompute, or drafter.train.enabled to false"
             )
+        if self.engine.type == "vllm" and self.drafter.kind == "eagle3" and self.engine.speculation.drafter == "eagle":
+            raise ValueError(
+                "engine.type: vllm can't draft with an eagle3 drafter of ours yet: set drafter.kind to eagle, or take "
+                "engine.type: native"
+            )
         last = self.telemetry.metrics_port + 3 + 2 * self.slots.count
         if self.telemetry.metrics_port and last > LAST_PORT:
             raise ValueError(f"telemetry.metrics_port needs ports up to {last} for {self.slots.count} slots: lower it")

@@ -82,7 +82,11 @@ class DrafterTrainConfig(Section):
     tokens_per_batch: Positive = 1024
     ce_weight: Annotated[float, Field(ge=0)] = 1.0
     hidden_weight: Annotated[float, Field(ge=0)] = 10.0
-    """Of the feature loss (in units of the features' size) against the cross-entropy: what keeps deep drafts good."""
+    """Of the feature loss (in units of the features' size) against the cross-entropy: what keeps deep drafts good.
+    eagle alone has it."""
+    unroll_steps: Annotated[int, Field(ge=0, le=8)] = 0
+    """Steps of a draft that training runs on the drafter's own outputs, the first included; 0: 1 for eagle, 3 for
+    eagle3."""
     publish_every_s: Seconds = 0.5
     """How often held-out data is looked at, at the soonest, to decide about a new version."""
     min_gain: Annotated[float, Field(ge=0)] = 0.002
@@ -93,8 +97,11 @@ class DrafterTrainConfig(Section):
 
 
 class DrafterConfig(Section):
+    kind: Literal["eagle", "eagle3"] = "eagle"
+    """What is trained. eagle: reads the policy's last hidden state, scores with the policy's head. eagle3: three hidden
+    states, and a head of its own over the tokens chosen at its start."""
     init: str = "from_policy_layer"
-    """from_policy_layer, or the folder of a drafter."""
+    """from_policy_layer, or the folder of a drafter (of this kind)."""
     context_window: Positive = 1024
     """Tokens that the drafter looks back at, and has to read at most when it is turned on in mid-answer."""
     vocabulary: Positive = 32768

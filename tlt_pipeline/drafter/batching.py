@@ -38,7 +38,7 @@ class Batch:
     next_tokens_RW: Tensor
     """int64: x[t+1]"""
     hidden_RWC: Tensor
-    """float32: h[t]"""
+    """float32: h[t], for a drafter that taps the policy with what it taps before it: more numbers than C"""
     targets_RWC: Tensor
     """float32: h[t+1]"""
     positions_RW: Tensor
@@ -90,8 +90,10 @@ def count_pairs(document: Document) -> int:
     return int(pair_weights(document.loss_mask).sum()) if len(document) > 1 else 0
 
 
-def pack(documents: Sequence[Document]) -> Batch:
-    """One row of all these documents (each of two tokens or more)."""
+def pack(documents: Sequence[Document], hidden_size: int | None = None) -> Batch:
+    """One row of all these documents (each of two tokens or more). `hidden_size`: C, where features have more numbers
+    than that; the last C are the target."""
+    targets = slice(None if hidden_size is None else -hidden_size, None)
     lengths = tuple(len(document) - 1 for document in documents)
     steps = [torch.arange(length) for length in lengths]
     positions = [document.position + step for document, step in zip(documents, steps, strict=True)]
@@ -100,7 +102,7 @@ def pack(documents: Sequence[Document]) -> Batch:
         lengths,
         _row([document.token_ids[1:] for document in documents]).to(torch.int64),
         _row([document.hidden[:-1] for document in documents]).to(torch.float32),
-        _row([document.hidden[1:] for document in documents]).to(torch.float32),
+        _row([document.hidden[1:, targets] for document in documents]).to(torch.float32),
         _row(positions),
         _row(steps),
         owners.unsqueeze(0),

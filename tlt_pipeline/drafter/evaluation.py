@@ -18,7 +18,7 @@ from tlt_pipeline.drafter.batching import Batch, pack, split_documents
 from tlt_pipeline.drafter.losses import FrozenParts
 from tlt_pipeline.drafter.shards import Document
 from tlt_pipeline.drafter.unrolling import step_weights, unroll
-from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.drafter import Drafter
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class _Sums:
 
 @torch.no_grad()
 def evaluate(
-    drafter: EagleDrafter,
+    drafter: Drafter,
     frozen: FrozenParts,
     documents: Sequence[Document],
     *,
@@ -72,15 +72,15 @@ def evaluate(
 ) -> HeldOut | None:
     """Depth k's proposals come from k - 1 steps on the drafter's own features, as in drafting. None: stopped, or
     nothing to judge by."""
-    sums, narrow = _Sums(depth), frozen.narrowed(drafter)
+    sums, scoring = _Sums(depth), frozen.of_drafter(drafter)
     for group in split_documents(documents, tokens_at_once):
         if should_stop():
             return None
-        batch = pack(group).to(frozen.embedding.device)
+        batch = pack(group, drafter.config.hidden_size).to(frozen.embedding.device)
         predicted_DNC = unroll(drafter, frozen.embedding, batch, depth).flatten(1, 2)
         weights_DN = step_weights(batch, depth).flatten(1)
         targets_NC = batch.targets_RWC.flatten(0, 1)
-        agree_DN, entropy_N = _compare(predicted_DNC, targets_NC, frozen, narrow, drafter.draft_ids, temperature)
+        agree_DN, entropy_N = _compare(predicted_DNC, targets_NC, frozen, scoring, drafter.draft_ids, temperature)
         sums.by_depth_D2[:, 0] += (agree_DN * weights_DN).sum(1).cpu().numpy()
         sums.by_depth_D2[:, 1] += weights_DN.sum(1).cpu().numpy()
         sums.cross_entropy += (entropy_N * weights_DN[0]).sum().item()
@@ -94,12 +94,12 @@ def _compare(
     predicted_DNC: Tensor,
     targets_NC: Tensor,
     frozen: FrozenParts,
-    narrow: FrozenParts,
+    scoring: FrozenParts,
     draft_ids: Tensor | None,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """Features -> agreement at every depth [D, N], and the first depth's cross-entropy [N]. `narrow`: with the head of
-    the tokens that may be proposed, `draft_ids` (None: all); the policy's draw may be any."""
+    """Features -> agreement at every depth [D, N], and the first depth's cross-entropy [N]. `scoring`: with
+    the norm and head of what may be proposed, `draft_ids` (None: all); the policy's draw may be any."""
     agree_DN = torch.empty(predicted_DNC.shape[:2])
     entropy_N = torch.empty(predicted_DNC.shape[1])
     for low in range(0, targets_NC.shape[0], frozen.chunk):
@@ -111,7 +111,7 @@ def _compare(
             best_N, likely_Nv = None, _select((policy_NV / temperature).softmax(-1), draft_ids)
         policy_Nv = _select(policy_NV, draft_ids).softmax(-1)
         for step, predicted_NC in enumerate(predicted_DNC[:, part]):
-            drafter_Nv = narrow.scores(frozen.norm(predicted_NC))
+            drafter_Nv = scoring.scores(scoring.norm(predicted_NC))
             if step == 0:
                 expected_N = torch.linalg.vecdot(policy_Nv, drafter_Nv)
                 entropy_N[part] = drafter_Nv.logsumexp(-1) - expected_N

@@ -33,12 +33,14 @@ class ShardIntake:
         policy: DecoderConfig,
         config: RunConfig,
         load_policy: Callable[[int], Decoder],
+        taps: tuple[int, ...] = (),
     ) -> None:
-        """`load_policy`: of a version, to recompute states with; raises WeightsMissing."""
+        """`load_policy`: of a version, to recompute states with; raises WeightsMissing. `taps`: layers of the policy
+        that the drafter reads."""
         self._store, self._buffer, self._policy = store, buffer, policy
         self._longest = config.drafter.train.tokens_per_batch
         self._tokens_per_answer = config.hidden_states.tokens_per_answer
-        self._load_policy = load_policy
+        self._load_policy, self._taps = load_policy, taps
         self._loaded: tuple[int, Decoder] | None = None
         self._known: dict[str, int] = {}
         self.counts: Counter[str] = Counter()
@@ -97,16 +99,16 @@ class ShardIntake:
             documents,
             tokens_at_once=self._longest,
             tokens_per_answer=self._tokens_per_answer,
+            taps=self._taps,
             should_stop=should_stop,
         )
 
     def _check(self, documents: list[Document]) -> None:
         """Raises ShardInvalid for what is not of this policy: it would be an index error in the trainer."""
         policy, recomputing = self._policy, lacks_states(documents)
-        if not recomputing and documents[0].hidden.shape[1] != policy.hidden_size:
-            raise ShardInvalid(
-                f"features of size {documents[0].hidden.shape[1]}, the policy's have {policy.hidden_size}"
-            )
+        size, wanted = documents[0].hidden.shape[1], (len(self._taps) + 1) * policy.hidden_size
+        if not recomputing and size != wanted:
+            raise ShardInvalid(f"features of size {size}, the policy's have {wanted}")
         for document in documents:
             if recomputing and document.position:
                 raise ShardInvalid(f"a document without states begins at position {document.position}")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from tlt_pipeline.drafter.evaluation import HeldOut
 from tlt_pipeline.drafter.merging import Lineage, Work, merge
-from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.drafter import Drafter
 
-Evaluate = Callable[[EagleDrafter], HeldOut | None]
+Evaluate = Callable[[Drafter], HeldOut | None]
 """None: stopped."""
 
 
@@ -31,11 +31,11 @@ class Candidate:
     """A drafter to publish: trained from version `parent`, on so many tokens, with that policy's head. `own`,
     `own_tokens`: what the trainer itself had at that moment, on its line number `line`."""
 
-    drafter: EagleDrafter
+    drafter: Drafter
     parent: int
     policy_version: int
     tokens_trained: int
-    own: EagleDrafter
+    own: Drafter
     own_tokens: int
     line: int
 

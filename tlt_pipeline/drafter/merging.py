@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from tlt_pipeline.messages import WeightsPublished
-from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.drafter import Drafter
 
 ROLLED_BACK = "rolled_back_from"
 """Metric of a version that repeats an earlier one: the version that drafted worse."""
@@ -28,7 +28,7 @@ class Work:
     """A drafter that was trained on `tokens` tokens since version `parent`. `origin`: own, left_behind by another slot,
     or merged."""
 
-    drafter: EagleDrafter
+    drafter: Drafter
     parent: int
     tokens: int
     origin: Literal["own", "left_behind", "merged"] = "own"
@@ -68,7 +68,7 @@ class Lineage:
 
 
 @torch.no_grad()
-def merge(works: Sequence[Work], lineage: Lineage) -> EagleDrafter | None:
+def merge(works: Sequence[Work], lineage: Lineage) -> Drafter | None:
     """None: fewer than two have learned anything since their common version, or they have none that is known.
     Proposes the tokens that the first one proposes."""
     common = lineage.common(work.parent for work in works)

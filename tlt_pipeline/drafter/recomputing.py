@@ -26,25 +26,26 @@ def recompute(
     *,
     tokens_at_once: int,
     tokens_per_answer: int,
+    taps: tuple[int, ...] = (),
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[Document] | None:
     """The documents, which begin with their sequence, with features in bfloat16. Of one that was to be trained on in
-    part (`tokens_per_answer`, 0: all), that part. None: stopped, between two rows of at most `tokens_at_once` tokens
-    or one document."""
+    part (`tokens_per_answer`, 0: all), that part. `taps`: layers of the policy that the drafter reads. None: stopped,
+    between two rows of at most `tokens_at_once` tokens or one document."""
     found: list[Document] = []
     for group in split_documents(documents, tokens_at_once):
         if should_stop():
             return None
-        found += [_part(document, tokens_per_answer) for document in _read(policy, group)]
+        found += [_part(document, tokens_per_answer) for document in _read(policy, group, taps)]
     return found
 
 
 @torch.no_grad()
-def _read(policy: Decoder, documents: Sequence[Document]) -> list[Document]:
+def _read(policy: Decoder, documents: Sequence[Document], taps: tuple[int, ...]) -> list[Document]:
     device, lengths = policy.embed.weight.device, [len(document) for document in documents]
     tokens_W = torch.cat([document.token_ids for document in documents]).to(device, torch.int64)
     positions_W = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    hidden_1WC = policy.hidden(tokens_W[None], positions_W[None], Ops(DocumentAttention(lengths)))
+    hidden_1WC = policy.hidden(tokens_W[None], positions_W[None], Ops(DocumentAttention(lengths)), taps)
     parts = hidden_1WC[0].to(torch.bfloat16).cpu().split(lengths)
     return [replace(document, hidden=hidden_TC) for document, hidden_TC in zip(documents, parts, strict=True)]
 

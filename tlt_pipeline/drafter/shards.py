@@ -3,8 +3,9 @@
 A shard is one safetensors blob of several documents laid end to end (T = its tokens, C = hidden size):
 
 - `token_ids` int32 [T]
-- `hidden` [T, C], bfloat16: the policy's feature *after reading* token t, before the final norm; [T, 0] where the
-  trainer is to compute it (`hidden_states.source: recompute`)
+- `hidden` [T, C], bfloat16: the policy's feature *after reading* token t, before the final norm, and before it in the
+  row what the drafter taps (EAGLE-3: [T, 4C]); [T, 0] where the trainer is to compute it
+  (`hidden_states.source: recompute`)
 - `loss_mask` uint8 [T]: 1 where token t belongs to the answer
 - `starts` int32 [documents]: offset in T of each document
 - `positions` int32 [documents]: absolute position, in its answer's sequence, of each document's first token

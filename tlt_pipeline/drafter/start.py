@@ -8,14 +8,14 @@ import torch
 
 from tlt_pipeline.actor import Actor
 from tlt_pipeline.config import RunConfig
+from tlt_pipeline.drafter.initial import fit_initial, load_initial
 from tlt_pipeline.drafter.losses import FrozenParts
 from tlt_pipeline.drafter.state import StateUnusable, restore, state_path
 from tlt_pipeline.drafter.texts import TextWriter
 from tlt_pipeline.drafter.trainer import DrafterTrainer
 from tlt_pipeline.messages import WEIGHTS, WeightsPublished
-from tlt_pipeline.models.checkpoint import load_drafter
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig
-from tlt_pipeline.models.drafter import EagleDrafter, drafter_from_policy
+from tlt_pipeline.models.drafter import Drafter
 from tlt_pipeline.models.dtypes import choose_device, choose_dtype
 from tlt_pipeline.models.locate import locate_drafter
 from tlt_pipeline.models.tokenizer import Tokenizer, load_tokenizer
@@ -58,13 +58,13 @@ def _write_first(actor: Actor, store: WeightStore, policy: WeightsPublished, ver
     return store.write_drafter(version, drafter, parent=0, policy_version=policy.version, step=policy.step)
 
 
-def start_drafter(config: RunConfig, policy: Decoder, tokenizer: Tokenizer) -> EagleDrafter:
+def start_drafter(config: RunConfig, policy: Decoder, tokenizer: Tokenizer) -> Drafter:
     """`drafter.init`: from_policy_layer, or the folder of a drafter (raises ModelError). float32."""
     folder = locate_drafter(config.drafter.init)
     if folder is not None:
-        return load_drafter(folder, policy.config)
+        return load_initial(config, folder, policy.config)
     texts, _ = TextWriter(config, policy, tokenizer, ANSWER_TOKENS).write(0, TEXTS)
-    return drafter_from_policy(policy, texts).float()
+    return fit_initial(config, policy, texts)
 
 
 def load_frozen(store: WeightStore, published: WeightsPublished, device: torch.device) -> FrozenParts:

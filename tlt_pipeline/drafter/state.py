@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tlt_pipeline.drafter.merging import Work
 from tlt_pipeline.drafter.trainer import DrafterTrainer
-from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.drafter import Drafter
 from tlt_pipeline.rundir import storing
 
 MOST_OTHERS = 8
@@ -83,7 +83,7 @@ def write_snapshot(snapshot: Snapshot, path: Path) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def read_work(path: Path, like: EagleDrafter) -> Work:
+def read_work(path: Path, like: Drafter) -> Work:
     """What a trainer had learned when it last saved, without its optimizer. Raises StateUnusable for a file of another
     model, or damaged, or gone."""
     found = copy.deepcopy(like)
@@ -173,7 +173,7 @@ class LeftBehind:
         self._seen: dict[Path, int] = {}
         self.counts: Counter[str] = Counter()
 
-    def read(self, like: EagleDrafter) -> list[Work]:
+    def read(self, like: Drafter) -> list[Work]:
         """Of states written since the last call; at most `MOST_OTHERS`, those with the most tokens."""
         found: list[Work] = []
         for path in sorted(self._own.parent.glob("slot*.safetensors")):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tlt_pipeline.config import EngineConfig, RunConfig, SpeculationConfig
+from tlt_pipeline.drafter.initial import feature_taps
 from tlt_pipeline.engine.engine import Engine, decode_all
 from tlt_pipeline.engine.results import FeaturePiece
 from tlt_pipeline.messages import Array, RolloutRequest
@@ -32,7 +33,8 @@ class TextWriter:
         self._sampling = sampling_of(config.rollout, tokenizer.eos_ids, max_new_tokens=most)
         off = SpeculationConfig(drafter="off")
         settings = EngineConfig(max_batch=AT_ONCE, max_context=self._context, exact="off", speculation=off)
-        self._engine = Engine(policy, 0, tokenizer, settings, feature_chunk=config.hidden_states.chunk_tokens)
+        chunk, taps = config.hidden_states.chunk_tokens, feature_taps(config, policy.config)
+        self._engine = Engine(policy, 0, tokenizer, settings, feature_chunk=chunk, taps=taps)
 
     def write(self, number: int, count: int) -> tuple[list[Tensor], list[FeaturePiece]]:
         """Answers to the prompts that step `number` would have -> whole texts, int64 [T] each, and the policy's

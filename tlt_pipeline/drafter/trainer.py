@@ -5,9 +5,10 @@ those done by then is still used. What is judged and published is a moving avera
 learning rate it is ahead of the newest ones at no cost (measured on a 1.3 M-parameter policy: acceptance length
 4.36 -> 4.40 after 8 s). One thread at a time.
 
-Training on the drafter's own outputs (unrolling.py) isn't done here: it costs its share of steps, and with the
-feature loss weighted as it is, plain steps reached more at every depth from 1 to 4 in the same CPU time (acceptance
-length 4.36 against 4.22 with two unrolled steps and 4.02 with three).
+EAGLE's drafter isn't trained on its own outputs (unrolling.py) unless the config says so: it costs its share of steps,
+and with the feature loss weighted as it is, plain steps reached more at every depth from 1 to 4 in the same CPU time
+(acceptance length 4.36 against 4.22 with two unrolled steps and 4.02 with three). EAGLE-3's drafter, which has no
+feature loss, is trained on them.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from tlt_pipeline.drafter.batching import pack, split_documents
 from tlt_pipeline.drafter.buffer import DocumentBuffer
 from tlt_pipeline.drafter.evaluation import HeldOut, evaluate
 from tlt_pipeline.drafter.judging import Candidate, Judge, Judgement
-from tlt_pipeline.drafter.losses import FrozenParts, feature_loss, soft_cross_entropy
+from tlt_pipeline.drafter.losses import STEP_DECAY, FrozenParts, drafter_loss
 from tlt_pipeline.drafter.merging import Lineage, Work
 from tlt_pipeline.drafter.shards import Document
-from tlt_pipeline.drafter.unrolling import unroll
+from tlt_pipeline.drafter.unrolling import step_weights, unroll
 from tlt_pipeline.drafter.vocabulary import choose_vocabulary, count_tokens, coverage
-from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.drafter import Drafter
 
 BETAS = (0.9, 0.95)
 AVERAGE = 0.98
@@ -43,6 +44,8 @@ LOST = 0.02
 FEWEST_TOKENS = 64
 FIRST_SPEED = 2e10
 """FLOP/s assumed before the first micro-batch was timed: low, so that it ends in time."""
+UNROLLED = {"eagle": 1, "eagle3": 3}
+"""Steps in training, by kind of drafter, where the config leaves it open."""
 JUDGED_DEPTH = 6
 """Positions of a chain that a drafter is judged by: deeper ones tell little more, and judging takes training time."""
 
@@ -61,7 +64,7 @@ class DrafterTrainer:
     """`published`, `version`: the newest published drafter known. `parent`: the version that training started from.
     `counts`: what was skipped, by reason. `covered`: share of the answers' tokens that the drafter may propose."""
 
-    def __init__(self, config: RunConfig, drafter: EagleDrafter, version: int, frozen: FrozenParts, slot: int) -> None:
+    def __init__(self, config: RunConfig, drafter: Drafter, version: int, frozen: FrozenParts, slot: int) -> None:
         self.settings, self.config = config.drafter.train, config
         self.frozen = frozen
         self.device = frozen.embedding.device
@@ -69,6 +72,7 @@ class DrafterTrainer:
         self.average = copy.deepcopy(self.drafter).requires_grad_(False)
         self.published = copy.deepcopy(self.average)
         self.version = self.parent = version
+        self.unroll_steps = self.settings.unroll_steps or UNROLLED[drafter.kind]
         self.parameters = list(self.drafter.parameters())
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=self.settings.lr, betas=BETAS, weight_decay=self.settings.weight_decay, fused=True
@@ -97,18 +101,20 @@ class DrafterTrainer:
         self._narrow = frozen.narrowed(self.drafter)
 
     def _choose_vocabulary(self) -> None:
-        """The tokens that may be proposed, by the answers in the buffer."""
+        """The tokens that may be proposed, by the answers in the buffer. A head of the drafter's own has them fixed."""
         known = len(self.buffer), self.buffer.newest_version, self.version
         if known == self._vocabulary_of:
             return
         self._vocabulary_of = known
         counts_V = count_tokens(self.buffer.documents, self.frozen.embedding.shape[0])
-        chosen_v = choose_vocabulary(counts_V, self.config.drafter.vocabulary, self.drafter.draft_ids)
-        self.drafter.draft_ids = self.average.draft_ids = None if chosen_v is None else chosen_v.to(self.device)
+        chosen_v = self.drafter.draft_ids
+        if not self.drafter.owns_head:
+            chosen_v = choose_vocabulary(counts_V, self.config.drafter.vocabulary, chosen_v)
+            self.drafter.draft_ids = self.average.draft_ids = None if chosen_v is None else chosen_v.to(self.device)
         self.covered = coverage(chosen_v, counts_V)
         self._narrow = self.frozen.narrowed(self.drafter)
 
-    def follow(self, version: int, drafter: EagleDrafter) -> None:
+    def follow(self, version: int, drafter: Drafter) -> None:
         """A newer version was published, here or elsewhere: it is what a candidate has to beat."""
         if version <= self.version:
             return
@@ -165,14 +171,15 @@ class DrafterTrainer:
     def _accumulate(self, documents: list[Document]) -> tuple[float, float]:
         """Adds one micro-batch's gradient of the *summed* loss -> that loss, and its weight."""
         began = time.monotonic()
-        batch = pack(documents).to(self.device)
-        predicted_NC = unroll(self.drafter, self.frozen.embedding, batch, 1).flatten(0, 2)
-        targets_NC, weight_N = batch.targets_RWC.flatten(0, 1), batch.weight_RW.flatten()
-        entropy = soft_cross_entropy(predicted_NC, targets_NC, weight_N, self._narrow)
-        distance = feature_loss(predicted_NC, targets_NC, weight_N)
-        loss = self.settings.ce_weight * entropy + self.settings.hidden_weight * distance
+        batch = pack(documents, self.drafter.config.hidden_size).to(self.device)
+        steps = self.unroll_steps
+        predicted_SNC = unroll(self.drafter, self.frozen.embedding, batch, steps).flatten(1, 2)
+        decay_S1 = STEP_DECAY ** torch.arange(steps, device=self.device).unsqueeze(1)
+        weight_SN = step_weights(batch, steps).flatten(1) * decay_S1
+        targets_NC = batch.targets_RWC.flatten(0, 1)
+        loss = drafter_loss(self.drafter, predicted_SNC, targets_NC, weight_SN, self._narrow, self.settings)
         loss.backward()
-        result = loss.item(), weight_N.sum().item()
+        result = loss.item(), weight_SN.sum().item()
         took = (time.monotonic() - began) / sum(map(len, documents))
         # the slowest counts at once, a faster one bit by bit: a micro-batch must not outlast the deadline
         self.seconds_per_token = max(took, 0.8 * self.seconds_per_token + 0.2 * took)
@@ -203,7 +210,7 @@ class DrafterTrainer:
 
     def _guess_speed(self) -> float:
         size = sum(parameter.numel() for parameter in self.parameters) + 2 * self._narrow.head.numel()
-        return 6 * size / FIRST_SPEED
+        return 6 * size * self.unroll_steps / FIRST_SPEED
 
     # --- judging --------------------------------------------------------------------------------------------------
 
@@ -233,9 +240,7 @@ class DrafterTrainer:
             self.restart_from_published()
         return judgement
 
-    def _evaluate(
-        self, drafter: EagleDrafter, documents: list[Document], should_stop: Callable[[], bool]
-    ) -> HeldOut | None:
+    def _evaluate(self, drafter: Drafter, documents: list[Document], should_stop: Callable[[], bool]) -> HeldOut | None:
         return evaluate(
             drafter,
             self.frozen,
@@ -266,7 +271,7 @@ class DrafterTrainer:
         self.tokens_since_parent -= candidate.own_tokens
 
     @torch.no_grad()
-    def _move(self, origin: EagleDrafter, target: EagleDrafter) -> None:
+    def _move(self, origin: Drafter, target: Drafter) -> None:
         if origin is target:
             return
         by = torch._foreach_sub(list(target.parameters()), list(origin.parameters()))
@@ -286,7 +291,7 @@ class DrafterTrainer:
 
 
 @torch.no_grad()
-def _copy(source: EagleDrafter, target: EagleDrafter) -> None:
+def _copy(source: Drafter, target: Drafter) -> None:
     for to, of in zip(target.parameters(), source.parameters(), strict=True):
         to.copy_(of)
     target.draft_ids = source.draft_ids

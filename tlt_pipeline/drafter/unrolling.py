@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tlt_pipeline.drafter.batching import Batch, DocumentAttention
 from tlt_pipeline.models.decoder import Ops
-from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.drafter import Drafter
 
 
 class UnrolledAttention:
@@ -58,17 +58,17 @@ def _look_back(length: int, step: int, device: torch.device) -> Tensor:
     return torch.cat(blocks, -1)
 
 
-def unroll(drafter: EagleDrafter, embedding: Tensor, batch: Batch, steps: int) -> Tensor:
+def unroll(drafter: Drafter, embedding: Tensor, batch: Batch, steps: int) -> Tensor:
     """Predicted features of `steps` steps, [S, R, W, C]: step j's at place s predicts targets_RWC at s."""
     attend = UnrolledAttention(batch.lengths)
     next_RWC = F.embedding(batch.next_tokens_RW, embedding)
-    inputs_RWC = batch.hidden_RWC
+    inputs_RWC = first_RWC = drafter.fuse(batch.hidden_RWC)
     starts_RW1 = (batch.offsets_RW == 0).unsqueeze(-1)
     predicted: list[Tensor] = []
     for step in range(steps):
         if step:
             moved_RWC = torch.cat([predicted[-1][:, :1], predicted[-1][:, :-1]], 1)
-            inputs_RWC = torch.where(starts_RW1, batch.hidden_RWC, moved_RWC)
+            inputs_RWC = torch.where(starts_RW1, first_RWC, moved_RWC)
         predicted.append(drafter(next_RWC, inputs_RWC, batch.positions_RW, Ops(attend)))
     return torch.stack(predicted)
 

@@ -15,7 +15,7 @@ from tlt_pipeline.drafter.start import load_frozen
 from tlt_pipeline.drafter.state import MOST_OTHERS, LeftBehind, state_path
 from tlt_pipeline.drafter.trainer import DrafterTrainer
 from tlt_pipeline.messages import WEIGHTS, DrafterRolledBack, WeightsPublished
-from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.drafter import Drafter
 from tlt_pipeline.rundir import RunDir
 from tlt_pipeline.weights import WeightsMissing, WeightStore
 
@@ -79,7 +79,7 @@ class Versions:
         await loop.run_in_executor(self.thread, self.trainer.adopt, published.version, candidate)
         await self._announce(published)
 
-    async def _write(self, drafter: EagleDrafter, *, policy_version: int, **facts: Any) -> WeightsPublished:
+    async def _write(self, drafter: Drafter, *, policy_version: int, **facts: Any) -> WeightsPublished:
         kept = self.store.versions("drafter")
         version = await self.bus.next_version("drafter", above=kept[-1] if kept else 0)
         facts = {"policy_version": policy_version, "step": policy_version, **facts}
@@ -96,7 +96,7 @@ class Versions:
         """Publishes an earlier version's weights as a new version. This trainer hears of it as the others do."""
         try:
             earlier = await asyncio.to_thread(self.store.find, "drafter", order.to)
-            drafter = await asyncio.to_thread(self.store.load_drafter, earlier, self.trainer.drafter.config)
+            drafter = await asyncio.to_thread(self.store.load_drafter, earlier, self.trainer.drafter.policy_config)
         except WeightsMissing as error:
             self.counts["rollback_version_gone"] += 1
             self.actor.log.warning("drafter not rolled back", reason=str(error))
@@ -129,7 +129,7 @@ class Versions:
             await loop.run_in_executor(self.thread, trainer.set_policy, frozen)
             self.actor.gauges["policy_version"] = published.version
         elif published.model == "drafter" and published.version > trainer.version:
-            drafter = await asyncio.to_thread(self.store.load_drafter, published, trainer.drafter.config)
+            drafter = await asyncio.to_thread(self.store.load_drafter, published, trainer.drafter.policy_config)
             await loop.run_in_executor(self.thread, trainer.follow, published.version, drafter)
             if self.lineage.is_refused(trainer.parent):
                 await loop.run_in_executor(self.thread, trainer.restart_from_published)

@@ -2,7 +2,8 @@
 
 Scoring the whole vocabulary is most of what a draft step costs, and of what training costs (SmolLM2: 28 of 32 million
 weights read a step), while an RL task's answers use little of it. No weight of the drafter depends on the choice, so it
-changes from one version to the next. Shapes: V = vocabulary, v = draft vocabulary.
+changes from one version to the next (EAGLE-3's has a head of its own, and keeps what it began with). Shapes: V =
+vocabulary, v = draft vocabulary.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ def coverage(draft_ids_v: Tensor | None, counts_V: Tensor) -> float:
     return int(counts_V[draft_ids_v.cpu()].sum()) / total
 
 
-def choose_vocabulary(counts_V: Tensor, limit: int, current_v: Tensor | None) -> Tensor | None:
+def choose_vocabulary(
+    counts_V: Tensor, limit: int, current_v: Tensor | None, fewest: int | None = None
+) -> Tensor | None:
     """-> ascending ids of at most `limit` tokens, int64 [v]; None: the whole vocabulary. The ids that were never seen
-    and fill it up are the lowest, the most frequent ones in BPE vocabularies. `current_v` is kept while it will do."""
+    and fill it up are the lowest, the most frequent ones in BPE vocabularies, up to `fewest` (None: FEWEST) or more.
+    `current_v` is kept while it will do."""
     vocab, seen = len(counts_V), int((counts_V > 0).sum())
-    size = min(limit, max(FEWEST, SPARE * seen))
+    size = min(limit, max(FEWEST if fewest is None else fewest, SPARE * seen))
     if not seen or size > vocab // 2:
         return None
     best_v = torch.sort(counts_V, descending=True, stable=True).indices[:size].sort().values

@@ -13,6 +13,7 @@ import structlog
 
 from tlt_pipeline.config import ConfigError, RunConfig
 from tlt_pipeline.drafter.evaluation import HeldOut
+from tlt_pipeline.drafter.initial import fit_initial, load_initial
 from tlt_pipeline.drafter.losses import FrozenParts
 from tlt_pipeline.drafter.start import TEXTS
 from tlt_pipeline.drafter.streaming import document_of
@@ -20,9 +21,8 @@ from tlt_pipeline.drafter.texts import TextWriter
 from tlt_pipeline.drafter.trainer import DrafterTrainer
 from tlt_pipeline.folders import draft_folder, replace_folder
 from tlt_pipeline.learner.compute import use_threads
-from tlt_pipeline.models.checkpoint import is_drafter, load_decoder, load_drafter, save_drafter
+from tlt_pipeline.models.checkpoint import is_drafter, load_decoder, save_drafter
 from tlt_pipeline.models.decoder import Decoder
-from tlt_pipeline.models.drafter import drafter_from_policy
 from tlt_pipeline.models.dtypes import choose_device, choose_dtype
 from tlt_pipeline.models.locate import locate_drafter, locate_model
 from tlt_pipeline.models.tokenizer import load_tokenizer
@@ -80,10 +80,10 @@ class _Warmup:
         """`drafter.init` may name what is to be made: then it begins from the policy."""
         self.config, self.policy, self.log = config, policy, log
         init = locate_drafter(config.drafter.init) if config.drafter.init != str(out) or is_drafter(out) else None
-        begun = None if init is None else load_drafter(init, policy.config)
+        begun = None if init is None else load_initial(config, init, policy.config)
         self.writer = TextWriter(config, policy, load_tokenizer(folder), config.rollout.max_new_tokens)
         texts, pieces = self.writer.write(0, HELD_OUT)
-        drafter = begun or drafter_from_policy(policy, texts[:TEXTS]).float()
+        drafter = begun or fit_initial(config, policy, texts[:TEXTS])
         self.trainer = DrafterTrainer(config, drafter, 0, FrozenParts.of(policy, 0, policy.embed.weight.device), slot=0)
         self.trainer.buffer.add([document_of(piece) for piece in pieces], 0, held_out=True)
         self.answers = 0

@@ -24,10 +24,12 @@ class Batch:
         rows: int,
         length: int,
         features: int,
+        feature_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`length`: positions that a row may hold; `features`: of how many of them features are kept."""
+        """`length`: positions that a row may hold; `features`: of how many of them features are kept, of
+        `feature_size` numbers each."""
         self.cache = KVCache(config, rows, length, dtype, device)
         L = self.cache.length
         self.running: list[Running] = []
@@ -41,7 +43,7 @@ class Batch:
         self.drafted_starts = np.zeros(rows, np.int64)
         """Positions from which on it has: what came before was too far back when it was turned on."""
         self.tokens_RL = torch.zeros((rows, L), dtype=torch.int64, device=device)
-        self.features = FeatureRing(rows, min(features, L), config.hidden_size, dtype, device)
+        self.features = FeatureRing(rows, min(features, L), feature_size, dtype, device)
         self.drafter_cache: KVCache | None = None
         self.device, self.dtype = device, dtype
         self._sampling: dict[int, RowSampling] = {}

@@ -30,7 +30,8 @@ from tlt_pipeline.engine.graphs import (
 from tlt_pipeline.engine.speculation import Drafting
 from tlt_pipeline.engine.strategies import Strategy
 from tlt_pipeline.engine.tiled_attention import Sight, TiledAttention, see_everything_before
-from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.drafter import Drafter, EagleDrafter
+from tlt_pipeline.models.eagle3 import Eagle3Drafter
 
 MOST_ROWS = 1024
 """Tokens that a captured pass verifies: beyond, launches cost little beside the work."""
@@ -49,7 +50,9 @@ class CapturedPasses:
         policy = forward.policy
         self.forward, self.batch = forward, batch
         with torch.inference_mode(False):  # weights that change are counted, which inference tensors aren't
-            self.own = Drafting.of(policy, EagleDrafter(policy.config).to(policy.embed.weight), window)
+            # what is before the layer and behind it isn't captured: of the head one row will do
+            kind = Eagle3Drafter(policy.config, forward.taps, 1) if forward.taps else EagleDrafter(policy.config)
+            self.own = Drafting.of(policy, kind.to(policy.embed.weight), window)
         self.places = max(each.depth for each in strategies) + 1
         limits = GraphLimits(len(batch.seeds), max_speculating, MOST_ROWS, BUDGET)
         costs = estimate_costs(policy.config, policy.embed.weight.element_size(), context=0)  # there is no mask
@@ -65,10 +68,11 @@ class CapturedPasses:
         self.graphs.capture(record)
 
     @torch.no_grad()
-    def load_drafter(self, drafter: EagleDrafter) -> None:
+    def load_drafter(self, drafter: Drafter) -> None:
         """What is drafted with from now on."""
         for name, parameter in self.own.drafter.named_parameters():
-            parameter.copy_(drafter.get_parameter(name))
+            if not name.startswith("own_head"):
+                parameter.copy_(drafter.get_parameter(name))
 
     def verify(self, tokens_BW: Tensor, positions_BW: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
         """-> features [N, C] and logits [N, V], both overwritten by the next pass."""

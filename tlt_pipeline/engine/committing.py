@@ -1,7 +1,7 @@
 """What a verify pass leaves behind: the draws along each row's accepted path, in the places where decoding one token at
 a time would have put them.
 
-Shapes: B = running rows, W = nodes a row, E = depth + 1, N = B * W, C = hidden size.
+Shapes: B = running rows, W = nodes a row, E = depth + 1, N = B * W, C = numbers of a token's features.
 """
 
 from __future__ import annotations

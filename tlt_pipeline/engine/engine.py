@@ -41,7 +41,7 @@ from tlt_pipeline.engine.tree_drafting import propose_tree
 from tlt_pipeline.engine.verification import Verified, verify
 from tlt_pipeline.messages import Claim, RolloutRequest
 from tlt_pipeline.models.decoder import Decoder
-from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.drafter import Drafter
 from tlt_pipeline.models.tokenizer import Tokenizer
 
 NGRAM_TOKENS = 1 << 18
@@ -58,15 +58,18 @@ class Engine:
         feature_chunk: int | None = None,
         context_window: int = 1024,
         seed: int = 0,
+        taps: tuple[int, ...] = (),
     ) -> None:
         """`feature_chunk`: features leave in pieces of so many tokens; None: they are not wanted. `context_window`:
-        positions that the drafter looks back at. `seed`: of the strategy choice, which can't change a token.
+        positions that the drafter looks back at. `seed`: of the strategy choice, which can't change a token. `taps`:
+        policy layers that belong to the features, for drafters to come that read them.
         Raises ConfigError where `engine.exact: on` can't be had here."""
         self.config, self.tokenizer, self.context_window = config, tokenizer, context_window
         self.strategies = strategies_of(config.speculation)
         self.depth = max(each.depth for each in self.strategies)
         self._positions = config.max_context + max(each.slots for each in self.strategies)
         self.layout, self.claim = self._decide_exactness(policy)
+        self.taps = taps
         self.drafting: Drafting | None = None
         self.drafter_version = 0
         self.waiting: deque[RolloutRequest] = deque()
@@ -98,16 +101,18 @@ class Engine:
         assert not getattr(self, "batch", None) and not self.waiting, "a policy changes between requests only"
         self.policy, self.policy_version = policy.requires_grad_(False), version
         self.layout.prepare(self.policy)
-        self.forward = Forward(policy, self.layout)
-        self.admission = Admission(self.forward, self.ngrams, self.stream)
+        self._tap(self.taps)
         self.hashes = token_hashes(policy.config.vocab_size, policy.embed.weight.device)
         self.kernels = dispatch.takes_triton(policy.embed.weight)
         self._drop_batch()
         if self.drafting is not None:
             self.drafting = self._pair(self.drafting.drafter)
 
-    def set_drafter(self, drafter: EagleDrafter | None, version: int) -> None:
-        """Between any two steps, in mid-answer too: it can't change the tokens."""
+    def set_drafter(self, drafter: Drafter | None, version: int) -> None:
+        """Between any two steps, in mid-answer too: it can't change the tokens. Raises ValueError where it reads other
+        layers of the policy than the drafter before, in mid-answer."""
+        if drafter is not None and drafter.taps != self.taps:
+            self._change_taps(drafter.taps)
         self.drafting = None
         if drafter is not None:
             self.layout.prepare(drafter.requires_grad_(False))
@@ -115,7 +120,21 @@ class Engine:
         self.drafter_version = version
         self.choice.new_drafter()
 
-    def _pair(self, drafter: EagleDrafter) -> Drafting:
+    def _change_taps(self, taps: tuple[int, ...]) -> None:
+        if self.running:
+            raise ValueError(
+                f"a drafter that reads the policy's layers {list(taps)} while answers run whose features hold those of "
+                f"{list(self.taps)}: one run has drafters of one kind"
+            )
+        self._drop_batch()
+        self._tap(taps)
+
+    def _tap(self, taps: tuple[int, ...]) -> None:
+        self.taps = taps
+        self.forward = Forward(self.policy, self.layout, taps)
+        self.admission = Admission(self.forward, self.ngrams, self.stream)
+
+    def _pair(self, drafter: Drafter) -> Drafting:
         """The drafter beside the policy, its weights also where captured passes read them."""
         if self.passes is not None:
             self.passes.load_drafter(drafter)
@@ -201,8 +220,9 @@ class Engine:
             weight, length = self.policy.embed.weight, self.layout.padded_length(self._positions)
             # what is proposed and not accepted passes through the ring as well
             features = max(self.context_window, self.stream.chunk or 0) + 2 * (self.depth + 1)
+            size = (len(self.taps) + 1) * self.policy.config.hidden_size
             self.batch = Batch(
-                self.policy.config, self.config.max_batch, length, features, weight.dtype, weight.device
+                self.policy.config, self.config.max_batch, length, features, size, weight.dtype, weight.device
             )  # fmt: skip
             if self.batch.cache.tiled and (weight.is_cuda or self.recorder is not None):
                 self._capture_passes(self.batch)

@@ -1,8 +1,8 @@
-"""The last hidden states of every running answer: what a drafter reads, and what drafter training is fed with.
+"""The hidden states of every running answer: what a drafter reads, and what drafter training is fed with.
 
 A ring a row, so that memory is bounded by what a drafter may look back at, not by the context.
 Shapes: B = running rows, R = rows at most, L = ring length, W = positions a row, T = positions of one answer,
-C = hidden size.
+C = numbers of a token's features: the policy's hidden size, times four for EAGLE-3.
 """
 
 from __future__ import annotations

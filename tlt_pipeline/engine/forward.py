@@ -21,13 +21,17 @@ PREFILL_WIDTH = 128
 
 @dataclass(frozen=True)
 class Forward:
+    """`taps`: layers of the policy whose inputs are handed out as well, for drafters that read them. F = numbers of a
+    token's features: C, with taps (taps + 1) * C, the last hidden state at the end."""
+
     policy: Decoder
     layout: Layout
+    taps: tuple[int, ...] = ()
 
     def hidden(
         self, cache: KVCache, tokens_BW: Tensor, positions_BW: Tensor, longest: int, first_row: int = 0
     ) -> Tensor:
-        """Reads tokens at their positions -> features before the final norm [P, C]; the first B * W rows count."""
+        """Reads tokens at their positions -> features before the final norm [P, F]; the first B * W rows count."""
         return self.read(tokens_BW, positions_BW, attend_to(cache, positions_BW, longest, self.layout, first_row))
 
     def read(self, tokens_BW: Tensor, positions_BW: Tensor, attend: Attend) -> Tensor:
@@ -36,15 +40,16 @@ class Forward:
         tokens, positions = tokens_BW.flatten(), positions_BW.flatten()
         if padding:
             tokens, positions = F.pad(tokens, (0, padding)), F.pad(positions, (0, padding))
-        return self.policy.hidden(tokens, positions, Ops(attend, self.layout.linear))
+        return self.policy.hidden(tokens, positions, Ops(attend, self.layout.linear), self.taps)
 
-    def logits(self, hidden_PC: Tensor) -> Tensor:
-        """[P, C] -> [P, V]."""
-        return self.policy.logits(hidden_PC, self.layout.linear)
+    def logits(self, features_PF: Tensor) -> Tensor:
+        """[P, F] -> [P, V]."""
+        last = features_PF[:, -self.policy.config.hidden_size :].contiguous() if self.taps else features_PF
+        return self.policy.logits(last, self.layout.linear)
 
 
 def prefill_features(forward: Forward, cache: KVCache, prompts: list[list[int]], first_row: int) -> Tensor:
-    """Reads prompts, right-padded, into consecutive rows from `first_row` -> features [B, W, C]. What is written
+    """Reads prompts, right-padded, into consecutive rows from `first_row` -> features [B, W, F]. What is written
     beyond a prompt's end is overwritten before anything may look at it."""
     width = max(len(prompt) for prompt in prompts)
     device = cache.data.device

@@ -17,7 +17,7 @@ from tlt_pipeline.engine.engine import Engine
 from tlt_pipeline.engine.rollout_engine import OnOutput, Output
 from tlt_pipeline.messages import Claim, RolloutRequest, WeightsPublished
 from tlt_pipeline.models.decoder import Decoder
-from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.drafter import Drafter
 from tlt_pipeline.weights import WeightStore
 
 
@@ -37,7 +37,7 @@ class EngineLoop:
         for request in requests:
             self._orders.put(lambda request=request: self._accept(request))
 
-    def set_drafter(self, drafter: EagleDrafter, version: int) -> None:
+    def set_drafter(self, drafter: Drafter, version: int) -> None:
         self._orders.put(lambda: self.engine.set_drafter(drafter, version))
 
     async def set_policy(self, policy: Decoder, version: int) -> None:

@@ -1,4 +1,5 @@
-"""Drafting with the EAGLE drafter (arXiv 2401.15077), on the policy's own noise (arXiv 2408.07978).
+"""Drafting with a trained drafter (EAGLE, arXiv 2401.15077; EAGLE-3, arXiv 2503.01840), on the policy's own noise
+(arXiv 2408.07978).
 
 The drafter needn't be exact to the bit: whatever it proposes, the policy's draw decides. It looks back at most
 `window` positions, which also bounds what it has to read when it is turned on in mid-answer.
@@ -24,8 +25,8 @@ from tlt_pipeline.engine.proposals import Ints, Proposals, chain_proposals
 from tlt_pipeline.engine.sampling import RowSampling, first_argmax, perturbed
 from tlt_pipeline.engine.step_noise import Noise, StepNoise
 from tlt_pipeline.engine.tiled_attention import TiledAttention
-from tlt_pipeline.models.decoder import Attend, Decoder, Ops
-from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.decoder import Attend, Decoder, Ops, RMSNorm
+from tlt_pipeline.models.drafter import Drafter
 
 if TYPE_CHECKING:
     from tlt_pipeline.engine.captured_passes import CapturedPasses
@@ -33,23 +34,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drafting:
-    """A drafter beside its policy. `window`: positions that it looks back at. `head_vC`: the policy's LM head for the
-    tokens that may be proposed. `passes`: CUDA graphs of the drafter's passes. `greedy`: proposes its likeliest tokens,
+    """A drafter beside its policy. `window`: positions that it looks back at. `norm`, `head_vC`: what scores the tokens
+    that may be proposed. `passes`: CUDA graphs of the drafter's passes. `greedy`: proposes its likeliest tokens,
     without the policy's noise (which the policy's draw keeps): for comparison."""
 
     policy: Decoder
-    drafter: EagleDrafter
+    drafter: Drafter
     window: int
+    norm: RMSNorm
     head_vC: Tensor
     passes: CapturedPasses | None = None
     greedy: bool = False
 
     @classmethod
-    def of(cls, policy: Decoder, drafter: EagleDrafter, window: int, passes: CapturedPasses | None = None) -> Drafting:
-        return cls(policy, drafter, window, drafter.draft_head(policy.lm_head.weight), passes)
+    def of(cls, policy: Decoder, drafter: Drafter, window: int, passes: CapturedPasses | None = None) -> Drafting:
+        head_vC = drafter.draft_head(policy.lm_head.weight)
+        return cls(policy, drafter, window, drafter.draft_norm(policy.norm), head_vC, passes)
 
     def features(self, tokens_N: Tensor, features_NC: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """Pairs (token p + 1, feature of token p) at positions p -> the predicted features of tokens p + 1 [N, C]."""
+        """Pairs (token p + 1, hidden state of token p) at positions p -> the predicted ones of tokens p + 1 [N, C]."""
         if self.passes is not None and isinstance(attend, TiledAttention) and self.passes.cover(attend):
             shape = attend.sight.slots_BW.shape
             inputs = tokens_N.view(shape), features_NC.view(*shape, -1), positions_N.view(shape)
@@ -85,7 +88,7 @@ class Drafting:
         return perturbed(scaled_Nv, noise_Nv, sampling.noise_scale_N1)
 
     def _logits(self, feature_NC: Tensor) -> Tensor:
-        return packed_linear(self.policy.norm(feature_NC), self.head_vC, None)
+        return packed_linear(self.norm(feature_NC), self.head_vC, None)
 
     def _tokens(self, index: Tensor) -> Tensor:
         """Places in the draft vocabulary -> token ids."""
@@ -167,7 +170,7 @@ def _read_pass(drafting: Drafting, batch: Batch, first: int, start_B: Ints, end_
     places_BS = start_B[:, None] + offsets_BS
     positions_BS = torch.from_numpy(places_BS).to(batch.device)
     tokens_BS = batch.tokens_RL[rows].gather(1, positions_BS + 1)
-    features_NC = batch.features.gather(first, positions_BS)
+    features_NC = drafting.drafter.fuse(batch.features.gather(first, positions_BS), packed_linear)
     since_BS = drafting.since(batch, rows, places_BS)
     attend = attend_to(drafting.cache(batch), positions_BS, int(end_B.max()), first_row=first, since_BW=since_BS)
     predicted_NC = drafting.features(tokens_BS.flatten(), features_NC, positions_BS.flatten(), attend)

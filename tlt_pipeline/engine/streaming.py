@@ -1,6 +1,6 @@
 """Features on their way to drafter training, in pieces, while answers are still being written.
 
-Shapes: T = positions of a piece, C = hidden size.
+Shapes: T = positions of a piece, C = numbers of a token's features.
 """
 
 from __future__ import annotations

@@ -21,14 +21,15 @@ from torch import Tensor
 
 from tlt_pipeline.models.architecture import describe, read_config, read_hf_config
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig, Rope
-from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.drafter import Drafter, EagleDrafter
+from tlt_pipeline.models.eagle3 import Eagle3Drafter
 from tlt_pipeline.models.export import import_drafter, is_exported
 from tlt_pipeline.models.locate import ModelError
 
 SHARD_BYTES = 5 * 10**9
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DRAFT_IDS = "draft_ids"
-_DRAFTER = "tlt_eagle"
+_EAGLE, _EAGLE3 = "tlt_eagle", "tlt_eagle3"
 _FROZEN = ("embed.", "embed_tokens.", "norm.", "lm_head.")
 _IGNORED = ("rotary_emb.inv_freq",)
 
@@ -107,13 +108,16 @@ def state_of(model: Decoder, dtype: torch.dtype | None = None) -> dict[str, Tens
     return state
 
 
-def save_drafter(drafter: EagleDrafter, folder: str | Path) -> None:
+def save_drafter(drafter: Drafter, folder: str | Path) -> None:
     """Writes the drafter's trainable tensors and config.json. The policy's frozen ones are never written."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
     _refuse_frozen(state, folder)
-    content = {"architectures": ["EagleDrafter"], "model_type": _DRAFTER, **asdict(drafter.config)}
+    content: dict[str, Any] = {"architectures": [type(drafter).__name__], "model_type": f"tlt_{drafter.kind}"}
+    content |= asdict(drafter.config)
+    if isinstance(drafter, Eagle3Drafter):
+        content |= {"taps": list(drafter.taps), "draft_vocab_size": drafter.own_head.out_features}
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
     save_file(state, folder / _WEIGHTS, metadata={"format": "pt"})
 
@@ -123,7 +127,7 @@ def is_drafter(folder: Path) -> bool:
     if not (folder / "config.json").is_file():
         return False
     config = read_hf_config(folder)
-    return config.get("model_type") == _DRAFTER or is_exported(config)
+    return config.get("model_type") in (_EAGLE, _EAGLE3) or is_exported(config)
 
 
 def load_drafter(
@@ -131,17 +135,15 @@ def load_drafter(
     policy_config: DecoderConfig,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-) -> EagleDrafter:
-    """A drafter for this policy, ours or exported. Raises ModelError: no drafter, another policy's, or with frozen
-    tensors in it."""
+) -> Drafter:
+    """A drafter for this policy, ours, of the kind that the folder holds, or exported. Raises ModelError: no drafter,
+    another policy's, or with frozen tensors in it."""
     folder = Path(folder)
-    if is_exported(read_hf_config(folder)):
+    stored_config = read_hf_config(folder)
+    if is_exported(stored_config):
         return import_drafter(folder, policy_config, dtype, device)
-    with torch.device("meta"):
-        drafter = EagleDrafter(policy_config)
-    stored_config, expected = read_hf_config(folder), json.loads(json.dumps(asdict(drafter.config)))
-    if stored_config.get("model_type") != _DRAFTER:
-        raise ModelError(f"{folder} holds no drafter: give a folder that `tlt` wrote, or from_policy_layer")
+    drafter = _empty_drafter(stored_config, policy_config, folder)
+    expected = json.loads(json.dumps(asdict(drafter.config)))
     for key, value in expected.items():
         if stored_config.get(key) != value:
             raise ModelError(
@@ -150,20 +152,42 @@ def load_drafter(
             )
     with _Tensors(folder) as stored:
         _refuse_frozen(stored.names, folder)
-        state = {
-            name: stored.take(name).to(device=device, dtype=dtype, copy=True) for name, _ in drafter.named_parameters()
-        }
+        state: dict[str, Tensor] = {}
         for name, parameter in drafter.named_parameters():
-            if state[name].shape != parameter.shape:
+            tensor = stored.take(name)
+            if tensor.shape != parameter.shape:
                 raise ModelError(
-                    f"{folder}: {name} is {tuple(state[name].shape)}, not {tuple(parameter.shape)}: "
+                    f"{folder}: {name} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}: "
                     f"the file is damaged or another policy's, take another drafter or from_policy_layer"
                 )
+            state[name] = tensor.to(device=device, dtype=dtype, copy=True)
         drafter.draft_ids = _take_draft_ids(stored, policy_config.vocab_size, folder, device)
         stored.refuse_left_over(tied=False)
+    rows = policy_config.vocab_size if drafter.draft_ids is None else len(drafter.draft_ids)
+    if isinstance(drafter, Eagle3Drafter) and rows != drafter.own_head.out_features:
+        raise ModelError(f"{folder}: a head of {drafter.own_head.out_features} rows for {rows} tokens: train it anew")
     drafter.load_state_dict(state, strict=False, assign=True)
     drafter.rope = Rope(drafter.config).to(device)
     return drafter
+
+
+def read_taps(folder: str | Path) -> tuple[int, ...]:
+    """The policy layers that the folder's drafter reads besides the last hidden state. Raises ModelError."""
+    return tuple(read_hf_config(folder).get("taps", ()))
+
+
+def _empty_drafter(stored: Mapping[str, Any], policy: DecoderConfig, folder: Path) -> EagleDrafter | Eagle3Drafter:
+    with torch.device("meta"):
+        if stored.get("model_type") == _EAGLE:
+            return EagleDrafter(policy)
+        if stored.get("model_type") != _EAGLE3:
+            raise ModelError(f"{folder} holds no drafter: give a folder that `tlt` wrote, or from_policy_layer")
+        taps, size = stored.get("taps"), stored.get("draft_vocab_size")
+        if not isinstance(taps, list) or not taps or not all(tap in range(policy.num_layers) for tap in taps):
+            raise ModelError(f"{folder}: taps must be layers of the policy, below {policy.num_layers}: train it anew")
+        if not isinstance(size, int) or not 0 < size <= policy.vocab_size:
+            raise ModelError(f"{folder}: draft_vocab_size must be up to {policy.vocab_size}: train it anew")
+        return Eagle3Drafter(policy, taps, size)
 
 
 def _take_draft_ids(stored: _Tensors, vocab_size: int, folder: Path, device: str | torch.device) -> Tensor | None:

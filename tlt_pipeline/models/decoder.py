@@ -170,7 +170,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, ops: Ops) -> Tensor:
         """x [N, C] -> [N, C]."""
-        x = x + self._attention(self.input_norm(x), cos, sin, layer, ops)
+        return self._feed_forward(x + self._attention(self.input_norm(x), cos, sin, layer, ops), ops)
+
+    def _feed_forward(self, x: Tensor, ops: Ops) -> Tensor:
         gate, up = ops.linear(self.mlp_norm(x), self.gate_up.weight, self.gate_up.bias).chunk(2, -1)
         return x + ops.linear(F.silu(gate) * up, self.down.weight, self.down.bias)
 
@@ -199,13 +201,17 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed.weight
         self.rope = Rope(config)
 
-    def hidden(self, tokens: Tensor, positions: Tensor, ops: Ops) -> Tensor:
-        """tokens, positions [N] (int64) -> features of the last layer, before the final norm [N, C]."""
+    def hidden(self, tokens: Tensor, positions: Tensor, ops: Ops, taps: tuple[int, ...] = ()) -> Tensor:
+        """tokens, positions [N] (int64) -> features of the last layer, before the final norm [N, C]. With `taps`, the
+        inputs of these layers stand before them, in the order given [N, (taps + 1) * C]."""
         x = self.embed(tokens)
         cos, sin = self.rope.gather(positions, x.dtype)
+        tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
+            if index in taps:
+                tapped[index] = x
             x = layer(x, cos, sin, index, ops)
-        return x
+        return torch.cat([*(tapped[index] for index in taps), x], -1) if taps else x
 
     def logits(self, hidden: Tensor, linear: Linear = F.linear) -> Tensor:
         """hidden [N, C] -> [N, V], in the model's dtype."""

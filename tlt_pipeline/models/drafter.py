@@ -1,47 +1,107 @@
-"""The EAGLE drafter: one decoder layer on the policy's hidden states (EAGLE, arXiv 2401.15077).
+"""Drafters: what the engine and the trainer know of them, and EAGLE's: one decoder layer on the policy's hidden states
+(arXiv 2401.15077). EAGLE-3's is in eagle3.py.
 
-It reads pairs (embedding of token t+1, feature of token t), the feature being the policy's last hidden
+EAGLE's reads pairs (embedding of token t+1, feature of token t), the feature being the policy's last hidden
 state before its final norm, and predicts the feature of token t+1; the policy's own norm and LM head,
 frozen, turn that into scores. The pairing is the same in training and in the engine (off by one halves
 acceptance silently). Trainable: `fc`, `layer`. Frozen and never in its weight set: the policy's embedding,
 final norm and LM head, of which it may use the rows of some tokens only (`draft_ids`). Shapes as in decoder.py;
-v = draft vocabulary.
+v = draft vocabulary, F = numbers of a token's features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tlt_pipeline.models.decoder import CausalAttention, Decoder, DecoderConfig, DecoderLayer, Ops, Rope
+from tlt_pipeline.models.decoder import (
+    CausalAttention,
+    Decoder,
+    DecoderConfig,
+    DecoderLayer,
+    Linear,
+    Ops,
+    RMSNorm,
+    Rope,
+)
+
+DrafterKind = Literal["eagle", "eagle3"]
 
 PROBES = 2048
 PROBE_WIDTH = 64
 RIDGE = 0.01
 
 
-class EagleDrafter(nn.Module):
+class Drafter(nn.Module):
+    """A token's features, as the policy's passes hand them out and drafter training gets them: the inputs of the
+    layers `taps`, then the last hidden state before the final norm [N, F].
+
+    A step reads the embedding of token t+1 and one hidden state of C numbers: `fuse` of the policy's features at t, or
+    while drafting, from the second step on, what the step before gave."""
+
+    kind: ClassVar[DrafterKind]
+    taps: tuple[int, ...] = ()
     draft_ids: Tensor | None
     """Tokens that it may propose, ascending, int64 [v] (the "d2t" of EAGLE-3's formats); None: all."""
+    fc: nn.Linear
+    layer: DecoderLayer
 
     def __init__(self, config: DecoderConfig) -> None:
         """`config` is the policy's: the drafter has its dimensions, one layer, no biases, no q/k norm."""
         super().__init__()
+        self.policy_config = config
         self.config = replace(config, num_layers=1, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False)
+
+    @property
+    def feature_size(self) -> int:
+        """F."""
+        return (len(self.taps) + 1) * self.config.hidden_size
+
+    @property
+    def owns_head(self) -> bool:
+        """Its norm and head are weights of its own: so is the choice of tokens, which can't change then."""
+        return False
+
+    def fuse(self, features_NF: Tensor, linear: Linear = F.linear) -> Tensor:
+        """The policy's features -> the hidden state that a step reads [N, C]."""
+        raise NotImplementedError
+
+    def draft_norm(self, norm: RMSNorm) -> RMSNorm:
+        """What its hidden states go through before the head; `norm`: the policy's."""
+        return norm
+
+    def draft_head(self, head_VC: Tensor) -> Tensor:
+        """The rows of its head, or of the policy's, one for each token that it may propose [v, C]."""
+        return self.policy_rows(head_VC)
+
+    def policy_rows(self, head_VC: Tensor) -> Tensor:
+        """The rows of the policy's LM head for the tokens that it may propose [v, C]."""
+        return head_VC if self.draft_ids is None else head_VC.detach().index_select(0, self.draft_ids)
+
+    def forward(self, next_embedding: Tensor, hidden: Tensor, positions: Tensor, ops: Ops) -> Tensor:
+        """next_embedding, hidden [N, C], positions [N] of the hidden state -> the predicted next one [N, C]."""
+        raise NotImplementedError
+
+
+class EagleDrafter(Drafter):
+    kind = "eagle"
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layer = DecoderLayer(self.config)
         self.rope = Rope(self.config)
         self.register_buffer("draft_ids", None)
 
-    def draft_head(self, head_VC: Tensor) -> Tensor:
-        """The rows of the policy's LM head that it uses [v, C]."""
-        return head_VC if self.draft_ids is None else head_VC.detach().index_select(0, self.draft_ids)
+    def fuse(self, features_NF: Tensor, linear: Linear = F.linear) -> Tensor:
+        return features_NF
 
     def forward(self, next_embedding: Tensor, hidden: Tensor, positions: Tensor, ops: Ops) -> Tensor:
-        """next_embedding, hidden [N, C], positions [N] of the feature -> predicted next feature [N, C]."""
         cos, sin = self.rope.gather(positions, hidden.dtype)
         x = ops.linear(torch.cat([next_embedding, hidden], -1), self.fc.weight, None)
         return self.layer(x, cos, sin, 0, ops)
@@ -62,11 +122,11 @@ def drafter_from_policy(policy: Decoder, texts: Sequence[Tensor] = ()) -> EagleD
     index = len(policy.layers) - 1
     for name, parameter in drafter.layer.named_parameters():
         parameter.copy_(policy.layers[index].get_parameter(name))
-    drafter.fc.weight.copy_(_fit_inputs(policy, index, texts or _random_texts(policy)))
+    drafter.fc.weight.copy_(_fit_inputs(policy, index, texts or random_texts(policy)))
     return drafter.to(device=policy.embed.weight.device, dtype=policy.embed.weight.dtype)
 
 
-def _random_texts(policy: Decoder) -> list[Tensor]:
+def random_texts(policy: Decoder) -> list[Tensor]:
     width = min(PROBE_WIDTH, policy.config.max_position_embeddings)
     generator = torch.Generator().manual_seed(0)
     return list(torch.randint(policy.config.vocab_size, (max(PROBES // width, 1), width), generator=generator))
@@ -83,6 +143,11 @@ def _fit_inputs(policy: Decoder, index: int, texts: Sequence[Tensor]) -> Tensor:
         square_PP += pairs_NP.T @ pairs_NP
         product_PC += pairs_NP.T @ wanted_NC
         count += len(pairs_NP)
+    return solve_ridge(square_PP, product_PC, count)
+
+
+def solve_ridge(square_PP: Tensor, product_PC: Tensor, count: int) -> Tensor:
+    """Sums over `count` examples of x xᵀ (overwritten) and x yᵀ -> the linear map from x to y [C, P]."""
     scale_P = (square_PP.diagonal() / count).sqrt().clamp_min(1e-9)  # embeddings may be a hundred times smaller
     square_PP /= scale_P[:, None] * scale_P
     square_PP.diagonal().add_(RIDGE * count)
