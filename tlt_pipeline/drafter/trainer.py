@@ -47,8 +47,6 @@ FIRST_SPEED = 2e10
 UNROLLED = {"eagle": 1, "eagle3": 3}
 """Steps in training, by kind of drafter, where the config leaves it open. EAGLE-3 after 60 s on the quickstart's
 policy: acceptance length 2.23 with one (nothing holds beyond the first position), 4.22 with three, 3.50 with five."""
-JUDGED_DEPTH = 6
-"""Positions of a chain that a drafter is judged by: deeper ones tell little more, and judging takes training time."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +244,7 @@ class DrafterTrainer:
             drafter,
             self.frozen,
             documents,
-            depth=min(self.config.engine.speculation.depth, JUDGED_DEPTH),
+            depth=self.config.engine.speculation.depth,
             temperature=self.config.rollout.temperature,
             tokens_at_once=self.tokens_at_once,
             should_stop=should_stop,
