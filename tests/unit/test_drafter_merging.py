@@ -104,7 +104,7 @@ def test_a_merge_that_beats_all_its_members_is_published_and_trained_on_from() -
 
 def test_a_merge_no_better_than_its_best_member_is_dropped() -> None:
     heard = lineage(version(1, 0))
-    one = slots_work(steps=30, share=0)
+    one = slots_work(steps=60, share=0)
     poor = Work(filled(0.3), 1, 10 * one.tokens_since_parent)
     judged = one.judge(others=[poor], lineage=heard)
     assert judged is not None and judged.worth and judged.better is None

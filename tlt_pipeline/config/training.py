@@ -90,7 +90,7 @@ class DrafterTrainConfig(Section):
     publish_every_s: Seconds = 0.5
     """How often held-out data is looked at, at the soonest, to decide about a new version."""
     min_gain: Annotated[float, Field(ge=0)] = 0.002
-    """Published only when held-out loss (verify passes a token) falls by at least this share."""
+    """Published only when held-out loss (verify passes a token) falls by at least this share, and clearly so."""
     keep_steps: Positive = 2
     """Shards of so many RL steps stay in the buffer."""
     budget: BudgetConfig = BudgetConfig()

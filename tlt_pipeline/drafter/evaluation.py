@@ -27,17 +27,27 @@ class HeldOut:
     `agreement`, by depth: 1 - total variation between the two distributions at the rollout's temperature, which is how
     often a proposal can be right at best, and within about 1 % how often shared-noise proposals are; at temperature 0,
     how often the best token is the same. `cross_entropy`: of the first proposal against the policy's distribution,
-    nats a token. `pairs`: places looked at."""
+    nats a token. `pairs`: places looked at. `by_document`: expected passes and tokens [documents, 2]."""
 
     loss: float
     agreement: tuple[float, ...]
     cross_entropy: float
     pairs: int
+    by_document: NDArray[np.float64]
 
     @property
     def acceptance_length(self) -> float:
         """Expected tokens a verify pass, bonus token included."""
         return 1.0 / self.loss
+
+    def gain_over(self, other: HeldOut) -> tuple[float, float]:
+        """How much smaller this loss is than the other's on the same documents, as a share of it, and that share's
+        standard error: documents differ far more from each other than drafters do on one of them, so it is the
+        differences in each that count (the ratio estimator of survey sampling)."""
+        saved, tokens = (other.by_document - self.by_document)[:, 0], self.by_document[:, 1]
+        mean, count = saved.sum() / tokens.sum(), len(tokens)
+        spread = np.square(saved - mean * tokens).sum() * count / max(count - 1, 1)
+        return float(mean / other.loss), float(np.sqrt(spread) / tokens.sum() / other.loss)
 
 
 class _Sums:
@@ -45,17 +55,21 @@ class _Sums:
 
     def __init__(self, depth: int) -> None:
         self.by_depth_D2 = np.zeros((depth, 2))
-        self.cross_entropy = self.passes = self.tokens = 0.0
+        self.cross_entropy = 0.0
+        self.by_document: list[tuple[float, int]] = []
 
     def result(self) -> HeldOut | None:
-        if not self.tokens:
+        if not self.by_document:
             return None
+        by_document = np.array(self.by_document)
+        passes, tokens = by_document.sum(0)
         counts_D = np.maximum(self.by_depth_D2[:, 1], 1.0)
         return HeldOut(
-            loss=self.passes / self.tokens,
+            loss=float(passes / tokens),
             agreement=tuple((self.by_depth_D2[:, 0] / counts_D).tolist()),
             cross_entropy=self.cross_entropy / float(counts_D[0]),
             pairs=int(self.by_depth_D2[0, 1]),
+            by_document=by_document,
         )
 
 
@@ -84,9 +98,7 @@ def evaluate(
         sums.by_depth_D2[:, 0] += (agree_DN * weights_DN).sum(1).cpu().numpy()
         sums.by_depth_D2[:, 1] += weights_DN.sum(1).cpu().numpy()
         sums.cross_entropy += (entropy_N * weights_DN[0]).sum().item()
-        for passes, tokens in _passes_by_document(agree_DN, batch):
-            sums.passes += passes
-            sums.tokens += tokens
+        sums.by_document += _passes_by_document(agree_DN, batch)
     return sums.result()
 
 

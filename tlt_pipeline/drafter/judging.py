@@ -13,6 +13,9 @@ from tlt_pipeline.models.drafter import Drafter
 
 Evaluate = Callable[[Drafter], HeldOut | None]
 """None: stopped."""
+CLEAR = 2.0
+"""Standard errors. A gain below that may be the held-out documents' luck, and of many tries some have it: published,
+such versions drafted worse than the one before."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class Judge:
             return None
         bar = self._published[1]
         better, candidate = self._find_better(found, bar, own, published, others, lineage, evaluate)
-        return Judgement(candidate, found, bar, candidate.loss < bar.loss * (1.0 - self._min_gain), better)
+        gain, error = candidate.gain_over(bar)
+        return Judgement(candidate, found, bar, gain > max(self._min_gain, CLEAR * error), better)
 
     def _find_better(
         self,

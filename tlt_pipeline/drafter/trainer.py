@@ -37,7 +37,7 @@ from tlt_pipeline.models.drafter import Drafter
 BETAS = (0.9, 0.95)
 AVERAGE = 0.98
 """Share that the moving average keeps at a step; less at the beginning."""
-HELD_OUT_BATCHES = 3
+HELD_OUT_BATCHES = 6
 """A judgement looks at so many batches of held-out tokens."""
 LOST = 0.02
 """A held-out loss above the published version's by this share isn't a step's noise."""

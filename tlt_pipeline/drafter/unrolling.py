@@ -5,7 +5,7 @@ that it predicted itself. EAGLE-3 (arXiv 2503.01840, section 3) and HASS (arXiv 
 positions at once: step j's input at place s is what step j-1 predicted from place s-1. Its query sees step 1's keys
 (true features) up to place s-j+1, and of every later step i ≤ j the one key at place s-j+i, just as the drafter's KV
 cache holds them. Shapes: S = steps, R = rows (1), W = width, H = query heads, K = key/value heads, D = head size,
-C = hidden size.
+C = hidden size, L = tokens of a document.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from torch import Tensor
 from tlt_pipeline.drafter.batching import Batch, DocumentAttention
 from tlt_pipeline.models.decoder import Ops
 from tlt_pipeline.models.drafter import Drafter
+
+PLACES = 128
+"""Of a document, whose queries are looked at together."""
 
 
 class UnrolledAttention:
@@ -37,24 +40,38 @@ class UnrolledAttention:
         self._values.append(v.transpose(1, 2).split(self.lengths, 2))
         if len(self._keys) == 1:
             return self._first(layer, q, k, v)
-        read = [
+        keys, values = zip(*self._keys, strict=True), zip(*self._values, strict=True)
+        documents = zip(q.transpose(1, 2).split(self.lengths, 2), keys, values, strict=True)
+        parts = [_read(*document) for document in documents]
+        return torch.cat(parts, 2).transpose(1, 2)
+
+
+def _read(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """One document's queries of the last step [R, H, L, D], with all steps' keys and values [R, K, L, D]. Some places
+    at a time: of a later step these look at the keys near them alone, so the cost hardly grows with the steps."""
+    step, length = len(keys), q.shape[2]
+    read: list[Tensor] = []
+    for low in range(0, length, PLACES):
+        high, first = min(low + PLACES, length), max(low - step, 0)
+        seen = [slice(0, high)] + [slice(first, high)] * (step - 1)
+        read.append(
             F.scaled_dot_product_attention(
-                query,
-                torch.cat([keys[document] for keys in self._keys], 2),
-                torch.cat([values[document] for values in self._values], 2),
-                attn_mask=_look_back(query.shape[2], len(self._keys), query.device),
+                q[:, :, low:high],
+                torch.cat([part[:, :, near] for part, near in zip(keys, seen, strict=True)], 2),
+                torch.cat([part[:, :, near] for part, near in zip(values, seen, strict=True)], 2),
+                attn_mask=_look_back(low, high, first, step, q.device),
                 enable_gqa=True,
             )
-            for document, query in enumerate(q.transpose(1, 2).split(self.lengths, 2))
-        ]
-        return torch.cat(read, 2).transpose(1, 2)
+        )
+    return torch.cat(read, 2)
 
 
-def _look_back(length: int, step: int, device: torch.device) -> Tensor:
-    """[length, step × length], True where step `step`'s query may look."""
-    places = torch.arange(length, device=device)
-    back = places.unsqueeze(1) - places  # how many places the key is behind the query
-    blocks = [back >= step - 1] + [back == step - index for index in range(2, step + 1)]
+def _look_back(low: int, high: int, first: int, step: int, device: torch.device) -> Tensor:
+    """Where the queries of step `step` at places `low` to `high` may look, True: at step 1's keys from place 0, and at
+    each later step's from place `first`."""
+    places = torch.arange(high, device=device)
+    back = places[low:, None] - places  # how many places the key is behind the query
+    blocks = [back >= step - 1] + [back[:, first:] == step - index for index in range(2, step + 1)]
     return torch.cat(blocks, -1)
 
 
