@@ -10,7 +10,8 @@ length says something of the drafter alone: tokens a pass on the same text. A ch
 better drafter deeper, and differently in each run. A replay afterwards would give each step one drafter version, where
 the run itself counts every version for as long as it drafted.
 
-Then, on the last answers, shared-noise proposals against greedy ones (bench_proposals.py).
+Then, on the last answers, shared-noise proposals against greedy ones (bench_proposals.py), and from the beginning, with
+neither run's drafters, an `eagle` drafter against an `eagle3` one (bench_kinds.py).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tlt_services.bench_options import check_writable, open_figure, place_png
 
 ROWS = 12
 """Of the table, at most: each the mean of some steps in a row."""
+KINDS = ("eagle", "eagle3")
 FIGURES = (
     *("acceptance_length_by_step", "acceptance_length_first", "acceptance_length_last", "drafter_version_by_step"),
     *("reward_by_step", "rollout_s", "step_s", "claim"),
@@ -40,25 +42,37 @@ FIGURES = (
 """What the report has of each run's summary."""
 
 
-def main(config_file: Path, overrides: list[str], json_path: Path | None, png: Path | None) -> int:
-    """0: compared, all answers identical where that is claimed; 1: some differed. Raises ConfigError, BenchFailed."""
+def main(
+    config_file: Path, overrides: list[str], json_path: Path | None, png: Path | None, kinds_seconds: float
+) -> int:
+    """0: compared, all answers identical where that is claimed; 1: some differed. `kinds_seconds`: of training each
+    kind of drafter; 0: they aren't compared. Raises ConfigError, BenchFailed."""
     picture = place_png(png, json_path, "bench-drafter.png")
     check_writable(json_path, "--json")
     check_writable(picture, "--png")
-    variants = variants_of(load_config(config_file, overrides))
+    config = load_config(config_file, overrides)
+    variants = variants_of(config)
     root = Path(tempfile.mkdtemp(prefix="tlt-bench-"))
     for name, settings in variants.items():
         run_variant(config_file, [*overrides, *settings], root / name, name)
     report = compare(root / "static", root / "adaptive")
-    from tlt_services.bench_proposals import compare_proposals  # torch, after the runs: it takes memory from them
+    from tlt_services.bench_kinds import compare_kinds  # torch, after the runs: it takes memory from them
+    from tlt_services.bench_proposals import compare_proposals
 
     report["proposals"] = compare_proposals(root / "adaptive")
-    if json_path is not None:
-        write_atomic(json_path, json.dumps(report, indent=2) + "\n")
+    _save(report, json_path)
+    if kinds_seconds:
+        report["kinds"] = compare_kinds(config, kinds_seconds)
+        _save(report, json_path)
     show(report, root)
     draw(report, picture)
     same = report["identical"] == report["answers"]
     return 0 if same or report["adaptive"]["claim"] != "exact" else 1
+
+
+def _save(report: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        write_atomic(path, json.dumps(report, indent=2) + "\n")
 
 
 def variants_of(config: RunConfig) -> dict[str, tuple[str, ...]]:
@@ -119,6 +133,30 @@ def show(report: dict[str, Any], root: Path) -> None:
     )
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+    if "kinds" in report:
+        _show_kinds(report["kinds"], console)
+
+
+def _show_kinds(kinds: dict[str, Any], console: Console) -> None:
+    told = (
+        f"kinds of drafters, each from the policy's last layer and trained on the same {kinds['answers']} answers; "
+        f"acceptance length of {kinds['strategy']} on {kinds['held_out']} other prompts:"
+    )
+    console.print(told, highlight=False, soft_wrap=True)
+    tokens = kinds["eagle"]["equal_tokens"]["tokens"] / 1e3
+    seconds = max(kinds[name]["equal_seconds"]["seconds"] for name in KINDS)
+    table = Table("")
+    for column in ("trainable", "tokens/s", "start", f"{tokens:.0f} k tokens each", f"{seconds:.0f} s each"):
+        table.add_column(column, justify="right")
+    for name in KINDS:
+        kind = kinds[name]
+        start, alike, longer = (kind[point] for point in ("start", "equal_tokens", "equal_seconds"))
+        table.add_row(
+            *(name, f"{kind['parameters']:,}", f"{kind['tokens_per_s']:.0f}", f"{start['acceptance_length']:.2f}"),
+            f"{alike['acceptance_length']:.2f} ({alike['seconds']:.0f} s)",
+            f"{longer['acceptance_length']:.2f} ({longer['tokens'] / 1e3:.0f} k)",
+        )
+    console.print(table)
 
 
 def _table(report: dict[str, Any]) -> Table:
@@ -151,26 +189,40 @@ def _positions(figures: dict[str, Any]) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Acceptance by step, with the drafter's versions; by position, with and without shared noise. Without matplotlib:
-    says how to get it."""
-    figure = open_figure(11, 4.5)
+    """Acceptance by step, with the drafter's versions; by position, with and without shared noise, and of both kinds.
+    Without matplotlib: says how to get it."""
+    kinds = report.get("kinds")
+    figure = open_figure(15 if kinds else 11, 4.5)
     if figure is None:
         return
-    by_step: Any
-    by_position: Any
-    by_step, by_position = figure.subplots(1, 2, width_ratios=(2, 1))
-    _draw_steps(by_step, report)
-    for name, style in (("shared_noise", "o-"), ("greedy", "s--")):
-        shares = report["proposals"][name]["acceptance_by_position"]
-        by_position.plot(range(1, len(shares) + 1), shares, style, label=name.replace("_", " "))
-    by_position.set_xlabel("draft position")
-    by_position.set_ylabel("share accepted, with all before it")
-    by_position.set_title("proposals of the same drafter")
-    by_position.set_ylim(0, 1)
-    by_position.grid(alpha=0.3)
-    by_position.legend(frameon=False)
+    axes: Any = figure.subplots(1, 3 if kinds else 2, width_ratios=(2, 1, 1) if kinds else (2, 1))
+    _draw_steps(axes[0], report)
+    styles = {"shared_noise": "o-", "greedy": "s--"}
+    lines = {name.replace("_", " "): (report["proposals"][name], style) for name, style in styles.items()}
+    _draw_positions(axes[1], lines, "proposals of the same drafter")
+    if kinds:
+        points = {"tokens": "-", "seconds": ":"}
+        lines = {
+            f"{name}, same {point}": (kinds[name][f"equal_{point}"], colour_marker + line)
+            for name, colour_marker in zip(KINDS, ("C0o", "C1s"), strict=True)
+            for point, line in points.items()
+        }
+        _draw_positions(axes[2], lines, "kinds of drafters, trained alike")
     figure.savefig(path, format="png")
     typer.echo(f"drawn: {path}", err=True)
+
+
+def _draw_positions(axes: Any, lines: dict[str, tuple[dict[str, Any], str]], title: str) -> None:
+    """`lines`: by label, figures and style."""
+    for label, (figures, style) in lines.items():
+        shares = figures["acceptance_by_position"]
+        axes.plot(range(1, len(shares) + 1), shares, style, label=label)
+    axes.set_xlabel("draft position")
+    axes.set_ylabel("share accepted, with all before it")
+    axes.set_title(title)
+    axes.set_ylim(0, 1)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
 
 
 def _draw_steps(axes: Any, report: dict[str, Any]) -> None:

@@ -16,15 +16,15 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure the whole loop, the 
 def bench_e2e(
     config: Annotated[Path, typer.Argument(metavar="CONFIG")],
     overrides: Overrides = None,
+    parts: Annotated[
+        bool, typer.Option("--parts", help="Two runs more: n-gram proposals alone; a drafter that is never trained.")
+    ] = False,
     json: JsonFile = None,
 ) -> int:
     """Run the same config without and with speculation, and compare times and answers."""
-    from tlt_pipeline.config import load_config
-
-    load_config(config, overrides or [])
     from tlt_services import bench
 
-    return bench.e2e(config, json, overrides=overrides or [])
+    return bench.e2e(config, json, parts=parts, overrides=overrides or [])
 
 
 @bench_app.command("engine")
@@ -88,11 +88,18 @@ def bench_drafter(
     png: Annotated[
         Path | None, typer.Option("--png", metavar="FILE", help="Default: beside the JSON, or bench-drafter.png.")
     ] = None,
+    kinds_seconds: Annotated[
+        float,
+        typer.Option(
+            "--kinds-seconds", metavar="N", min=0.0, help="Training of each kind of drafter; 0: leave it out."
+        ),
+    ] = 60.0,
 ) -> int:
-    """Run the same config with a static and with the adaptive drafter, and compare acceptance step by step."""
+    """Run the same config with a static and with the adaptive drafter, and compare acceptance step by step; then
+    eagle against eagle3."""
     from tlt_services import bench_drafter as bench
 
-    return bench.main(config, overrides or [], json, png)
+    return bench.main(config, overrides or [], json, png, kinds_seconds)
 
 
 @bench_app.command("spot")

@@ -20,7 +20,7 @@ def test_static_and_adaptive_write_the_same_answers(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     file = tmp_path / "drafter.json"
     small = ["steps=2", "rollout.prompts_per_step=4", "engine.threads=1", "learner.threads=1"]
-    assert bench_drafter.main(CONFIG, small, file, None) == 0
+    assert bench_drafter.main(CONFIG, small, file, None, 1.0) == 0
     report = json.loads(file.read_text())
     assert report["steps"] == [0, 1]
     assert report["identical"] == report["answers"] == 32
@@ -32,4 +32,7 @@ def test_static_and_adaptive_write_the_same_answers(tmp_path: Path, monkeypatch:
     proposals = report["proposals"]
     assert proposals["identical"] == proposals["answers"] == 16
     assert proposals["shared_noise"]["acceptance_by_position"][0] > 0.5
+    kinds = report["kinds"]
+    assert kinds["eagle"]["equal_tokens"]["tokens"] == kinds["eagle3"]["equal_tokens"]["tokens"] > 0
+    assert kinds["eagle"]["equal_seconds"]["acceptance_length"] > 1.5
     assert file.with_suffix(".png").exists()

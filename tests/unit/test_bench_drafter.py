@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import yaml
 
 from tests import samples
 from tests.tiny import tiny_settings
+from tests.unit.bench_cases import write_run
 from tlt_pipeline.bus.journal import Journal
 from tlt_pipeline.config import ConfigError, RunConfig, validate_config
 from tlt_pipeline.engine.engine import decode_all
@@ -20,47 +20,12 @@ from tlt_pipeline.engine.results import Finished
 from tlt_pipeline.engine.strategies import Fixed, parse_strategy
 from tlt_pipeline.messages import Array
 from tlt_pipeline.rundir import RunDir
-from tlt_pipeline.scheduling.records import StepRecord, account_facts, answer_facts
-from tlt_pipeline.scheduling.state import Account, Answer
-from tlt_pipeline.scheduling.summary import summarise
+from tlt_pipeline.scheduling.state import Account
 from tlt_pipeline.weights import WeightStore
 from tlt_services import bench_drafter, bench_proposals
 
 STATIC, ADAPTIVE = (40, 36, 30, 24, 20), (40, 42, 44, 46, 48)
 """Proposals accepted in 20 verify passes, by step."""
-
-
-def record(step: int, accepted: int, account: Account) -> StepRecord:
-    return StepRecord(
-        step=step,
-        policy_version=step + 1,
-        rollout_version=step,
-        requests_admitted=1,
-        requests_trained=1,
-        requests_dead=0,
-        tokens_per_s=5.0,
-        rollout_s=2.0,
-        yield_wait_s=0.1,
-        learner_s=1.0,
-        step_s=3.0,
-        drafter_version=1 + (step if account.used_s else 0),
-        **answer_facts([Answer(step / 10, 60, 20, accepted, verified=True)]),
-        **account_facts(account),
-    )
-
-
-def write_run(root: Path, accepted: tuple[int, ...], account: Account, tokens: int = 8) -> Path:
-    """`tokens`: the last token of the last answer."""
-    run = RunDir(root)
-    root.mkdir()
-    records = [record(step, count, account) for step, count in enumerate(accepted)]
-    run.summary.write_text(json.dumps(summarise(records, Account(counts={"answers_exact": 5}), {})))
-    run.config.write_text(yaml.safe_dump(tiny_settings(Path("nowhere"), engine__speculation__depth=6)))
-    with Journal(run.journal) as journal:
-        for number in range(5):
-            last = tokens if number == 4 else 8
-            journal.append(samples.completion(samples.request(number), tokens=Array.of([7, last])))
-    return root
 
 
 @pytest.fixture
@@ -98,9 +63,31 @@ def test_table_and_plot_are_made_of_the_report(
     report = {**bench_drafter.compare(*runs), "proposals": {**proposals, "shared_noise": figures, "greedy": figures}}
     bench_drafter.show(report, tmp_path)
     said = capsys.readouterr().out
+    assert "kinds of drafters" not in said
     assert "static 2.23, adaptive 3.30, ratio 1.48" in said
     assert "5 of 5 answers identical (claim: exact)" in said
     assert "greedy        acceptance length 2.50, by position 0.900 0.600" in said
+    bench_drafter.draw(report, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_kinds_have_a_row_each(runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"acceptance_length": 2.5, "acceptance_by_position": [0.9, 0.6], "verify_passes": 9}
+    proposals = {"policy_version": 4, "drafter_version": 5, "answers": 5, "identical": 5}
+    kind = {"parameters": 12_345, "tokens_per_s": 678.4, "start": figures}
+    kind |= {f"equal_{name}": {**figures, "tokens": 41_000, "seconds": 60.4} for name in ("tokens", "seconds")}
+    report = {
+        **bench_drafter.compare(*runs),
+        "proposals": {**proposals, "shared_noise": figures, "greedy": figures},
+        "kinds": {"answers": 96, "held_out": 64, "strategy": "eagle-6", "eagle": kind, "eagle3": kind},
+    }
+    bench_drafter.show(report, tmp_path)
+    said = capsys.readouterr().out
+    assert "same 96 answers; acceptance length of eagle-6 on 64 other prompts" in said
+    rows = [line.split() for line in said.splitlines() if "12,345" in line]
+    assert [row[1] for row in rows] == ["eagle", "eagle3"]
+    assert " ".join(rows[1]).endswith("│ 2.50 │ 2.50 (60 s) │ 2.50 (41 k) │")
+    assert "41 k tokens each" in said and "60 s each" in said
     bench_drafter.draw(report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 

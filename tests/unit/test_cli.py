@@ -73,6 +73,8 @@ BAD_CALLS = [
     ("replay . --all --sample 3", 2, "exclude each other"),
     ("replay . --drafter newest", 2, "give none, latest, or the number of a version"),
     ("bench e2e nowhere.yaml", 2, "no config file"),
+    ("bench e2e tiny.yaml --json .", 2, "--json . can't be written"),
+    ("bench e2e tiny.yaml --parts engine.speculation.drafter=ngram", 2, "leave --parts out"),
     ("bench drafter tiny.yaml engine.speculation.drafter=off", 2, "set it to eagle"),
     ("bench drafter tiny.yaml --png .", 2, "--png . can't be written"),
     ("config check tiny.yaml rollout.group_sise=2", 2, "did you mean 'group_size'?"),
