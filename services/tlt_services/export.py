@@ -13,10 +13,10 @@ from tlt_pipeline.config import ConfigError, RunConfig, load_config
 from tlt_pipeline.folders import draft_folder, put_in_place
 from tlt_pipeline.messages import WeightsPublished
 from tlt_pipeline.models.architecture import read_config
-from tlt_pipeline.models.checkpoint import load_decoder, load_drafter, save_drafter
+from tlt_pipeline.models.checkpoint import load_decoder, load_drafter, read_embedding, save_drafter
 from tlt_pipeline.models.decoder import Decoder
 from tlt_pipeline.models.drafter import Drafter
-from tlt_pipeline.models.export import Format, export_drafter, import_drafter
+from tlt_pipeline.models.export import Format, check_exportable, export_drafter, import_drafter
 from tlt_pipeline.models.locate import ModelError, locate_model
 from tlt_pipeline.models.tokenizer import load_tokenizer
 from tlt_pipeline.rundir import RunDir
@@ -24,6 +24,7 @@ from tlt_pipeline.weights import WeightsMissing, WeightStore
 from tlt_services.acceptance import Acceptance, held_out_requests, measure_acceptance
 
 MEASURED_PROMPTS, MEASURED_TOKENS = 16, 160
+PROPOSED = 4
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,21 @@ class Source:
 
 def write(source: Path, format: Format, out: Path, *, version: int | None, policy: str | None, measure: bool) -> int:
     found = _from_run(source, version) if (source / "config.yaml").is_file() else _from_folder(source, policy)
-    if found.drafter.kind != "eagle":
-        raise ModelError(f"{source}: an {found.drafter.kind} drafter can't be exported yet, only eagle ones can")
+    check_exportable(found.drafter, format)
     norm_C: Tensor = found.policy.norm.weight
     acceptance = _measure(found) if measure and found.config is not None else None
     card = model_card(found, source, format, acceptance)
+    tokens = PROPOSED if found.config is None else found.config.engine.speculation.depth
     export_drafter(
-        found.drafter, found.policy.config, norm_C, out, format, tokenizer=found.policy_folder, card=card
-    )  # fmt: skip
+        found.drafter,
+        found.policy.config,
+        norm_C,
+        out,
+        format,
+        tokenizer=found.policy_folder,
+        card=card,
+        tokens=tokens,
+    )
     typer.echo(f"{out}: {format}, for the policy in {found.policy_folder}")
     if acceptance is not None:
         typer.echo(f"on {MEASURED_PROMPTS} held-out prompts, greedy: {acceptance}")
@@ -54,8 +62,9 @@ def write(source: Path, format: Format, out: Path, *, version: int | None, polic
 
 
 def read(source: Path, policy: str, out: Path) -> int:
-    """An exported drafter as a folder of ours, which `drafter.init` takes (as it takes the exported one)."""
-    drafter = import_drafter(source, read_config(locate_model(policy)))
+    """A serving engine's drafter as a folder of ours, which `drafter.init` takes (as it mostly takes the other one)."""
+    folder = locate_model(policy)
+    drafter = import_drafter(source, read_config(folder), embedding_VC=read_embedding(folder))
     out.parent.mkdir(parents=True, exist_ok=True)
     with draft_folder(out) as draft:
         save_drafter(drafter, draft)
@@ -113,13 +122,21 @@ def model_card(found: Source, source: Path, format: Format, acceptance: Acceptan
         lines += [f"Exported from `{source}`; what it was trained on is not recorded there.", ""]
     if acceptance is not None:
         lines += [f"Greedy, on {MEASURED_PROMPTS} prompts that nothing was trained on: {acceptance}.", ""]
-    speculative = json.dumps({"method": "eagle3", "model": "THIS_FOLDER", "num_speculative_tokens": 4})
-    lines += [
-        "Serve it in an environment that has vLLM and tlt-pipeline, which brings the drafter's model:",
-        "",
-        "```sh",
-        f"vllm serve {found.policy_folder} --speculative-config '{speculative}'",
-        "```",
-        "",
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_how_to_serve(found, format)])
+
+
+def _how_to_serve(found: Source, format: Format) -> list[str]:
+    plugin = found.drafter.kind == "eagle"
+    if format == "sglang":
+        where = "Serve it with SGLang:"
+        command = (
+            f"python -m sglang.launch_server --model-path {found.policy_folder} --speculative-algorithm EAGLE3 "
+            f"--speculative-draft-model-path THIS_FOLDER --speculative-num-steps {PROPOSED} "
+            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {PROPOSED + 1}"
+        )
+    else:
+        speculative = json.dumps({"method": "eagle3", "model": "THIS_FOLDER", "num_speculative_tokens": PROPOSED})
+        brings = "that has vLLM and tlt-pipeline, which brings the drafter's model" if plugin else "that has vLLM"
+        where = f"Serve it in an environment {brings}:"
+        command = f"vllm serve {found.policy_folder} --speculative-config '{speculative}'"
+    return [where, "", "```sh", command, "```", ""]

@@ -1,4 +1,4 @@
-"""Exported drafters: the round trip is exact, names and shapes are the table's, what can't be held is refused."""
+"""Exported EAGLE drafters: the round trip is exact, names and shapes are the table's, what can't be held is refused."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tlt_pipeline.models.checkpoint import load_drafter, save_drafter
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig, Rope, initialize
 from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.drafter_files import shape_of
 from tlt_pipeline.models.export import VLLM_ARCHITECTURE, export_drafter, import_drafter
 from tlt_pipeline.models.export_layout import table_of
 from tlt_pipeline.models.locate import ModelError
@@ -74,7 +75,7 @@ def test_names_and_shapes_are_the_tables(tmp_path):
     policy, drafter = make(CONFIG)
     export_drafter(drafter, CONFIG, policy.norm.weight, tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")
-    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == table_of(drafter.config)
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == table_of(shape_of(drafter), "plugin")
     assert stored["layers.0.self_attn.k_proj.weight"].shape == (12, 24)
     assert torch.equal(stored["norm.weight"], policy.norm.weight)
     content = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -110,9 +111,9 @@ def test_a_tensor_too_many_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda state: state.pop("fc.weight"), "lacks fc.weight"),
+        (lambda state: state.pop("fc.weight"), "lack fc.weight"),
         (lambda state: state.update(midlayer=torch.zeros(2)), "has midlayer, which this drafter has no place for"),
-        (lambda state: state.update({"norm.weight": torch.zeros(25)}), r"norm.weight has shape \(25,\)"),
+        (lambda state: state.update({"norm.weight": torch.zeros(25)}), r"norm.weight is \(25,\)"),
     ],
 )
 def test_other_tensors_are_refused_on_the_way_back(tmp_path, damage, message):

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from tlt_pipeline.config import RunConfig
 from tlt_pipeline.drafter.vocabulary import choose_vocabulary
-from tlt_pipeline.models.checkpoint import load_drafter, read_taps
+from tlt_pipeline.models.checkpoint import load_drafter
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig
 from tlt_pipeline.models.drafter import Drafter, drafter_from_policy
+from tlt_pipeline.models.drafter_config import read_taps
 from tlt_pipeline.models.eagle3 import default_taps
 from tlt_pipeline.models.eagle3_start import eagle3_from_policy
 from tlt_pipeline.models.locate import ModelError
@@ -49,4 +50,5 @@ def feature_taps(config: RunConfig, policy: DecoderConfig) -> tuple[int, ...]:
     if config.drafter.kind == "eagle":
         return ()
     folder = Path(config.drafter.init).expanduser()
-    return read_taps(folder) if (folder / "config.json").is_file() else default_taps(policy.num_layers)
+    layers = policy.num_layers
+    return read_taps(folder, layers) if (folder / "config.json").is_file() else default_taps(layers)

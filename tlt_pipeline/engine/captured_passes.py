@@ -12,6 +12,8 @@ Shapes: B = rows, W = tokens a row, N = B * W, P = named slots, C = hidden size,
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,9 @@ from tlt_pipeline.engine.graphs import (
 from tlt_pipeline.engine.speculation import Drafting
 from tlt_pipeline.engine.strategies import Strategy
 from tlt_pipeline.engine.tiled_attention import Sight, TiledAttention, see_everything_before
+from tlt_pipeline.models.decoder import DecoderConfig
 from tlt_pipeline.models.drafter import Drafter, EagleDrafter
+from tlt_pipeline.models.drafter_files import shape_of
 from tlt_pipeline.models.eagle3 import Eagle3Drafter
 
 MOST_ROWS = 1024
@@ -43,16 +47,22 @@ class CapturedPasses:
     """`capture` first; a pass of a shape that wasn't captured runs as it is (`graphs.eager` counts them)."""
 
     def __init__(
-        self, forward: Forward, batch: Batch, strategies: tuple[Strategy, ...], max_speculating: int, window: int
+        self,
+        forward: Forward,
+        batch: Batch,
+        strategies: tuple[Strategy, ...],
+        max_speculating: int,
+        window: int,
+        drafter: Drafter | None = None,
     ) -> None:
         """`max_speculating`: running answers up to which a strategy other than `off` may be chosen; `window`: positions
-        that the drafter looks back at."""
+        that the drafter looks back at; `drafter`: one like those that will be loaded; None: as made here."""
         policy = forward.policy
         self.forward, self.batch = forward, batch
         with torch.inference_mode(False):  # weights that change are counted, which inference tensors aren't
             # what is before the layer and behind it isn't captured: of the head one row will do
-            kind = Eagle3Drafter(policy.config, forward.taps, 1) if forward.taps else EagleDrafter(policy.config)
-            self.own = Drafting.of(policy, kind.to(policy.embed.weight), window)
+            empty = _empty_like(drafter, policy.config, forward.taps)
+            self.own = Drafting.of(policy, empty.to(policy.embed.weight), window)
         self.places = max(each.depth for each in strategies) + 1
         limits = GraphLimits(len(batch.seeds), max_speculating, MOST_ROWS, BUDGET)
         costs = estimate_costs(policy.config, policy.embed.weight.element_size(), context=0)  # there is no mask
@@ -66,6 +76,10 @@ class CapturedPasses:
         """What was planned, as CUDA graphs, or with another recorder. Answers may be running: what is read and written
         in the caches meanwhile lies behind the longest answer."""
         self.graphs.capture(record)
+
+    def fit(self, drafter: Drafter) -> bool:
+        """Whether they compute this drafter: one from elsewhere may have other dimensions."""
+        return shape_of(drafter) == replace(shape_of(self.own.drafter), draft_vocab=shape_of(drafter).draft_vocab)
 
     @torch.no_grad()
     def load_drafter(self, drafter: Drafter) -> None:
@@ -117,3 +131,10 @@ class CapturedPasses:
         tokens_BW, *places = self._verify_example(B, W)
         size = self.forward.policy.config.hidden_size
         return tokens_BW, self.forward.policy.embed.weight.new_zeros(B, W, size), *places
+
+
+def _empty_like(drafter: Drafter | None, policy: DecoderConfig, taps: tuple[int, ...]) -> Drafter:
+    """With a head of one row."""
+    if isinstance(drafter, Eagle3Drafter):
+        return Eagle3Drafter(policy, taps, 1, drafter.config, drafter.layer.norm_before_residual)
+    return Eagle3Drafter(policy, taps, 1) if taps else EagleDrafter(policy)

@@ -136,9 +136,10 @@ class Engine:
 
     def _pair(self, drafter: Drafter) -> Drafting:
         """The drafter beside the policy, its weights also where captured passes read them."""
-        if self.passes is not None:
-            self.passes.load_drafter(drafter)
-        return Drafting.of(self.policy, drafter, self.context_window, self.passes)
+        passes = self.passes if self.passes is not None and self.passes.fit(drafter) else None
+        if passes is not None:
+            passes.load_drafter(drafter)
+        return Drafting.of(self.policy, drafter, self.context_window, passes)
 
     def _drop_batch(self) -> None:
         self.batch: Batch | None = None
@@ -230,8 +231,9 @@ class Engine:
         return self.batch
 
     def _capture_passes(self, batch: Batch) -> None:
+        drafter = None if self.drafting is None else self.drafting.drafter
         self.passes = CapturedPasses(
-            self.forward, batch, self.strategies, self.config.speculation.max_batch, self.context_window
+            self.forward, batch, self.strategies, self.config.speculation.max_batch, self.context_window, drafter
         )
         self.passes.capture(self.recorder)
         if self.drafting is not None:

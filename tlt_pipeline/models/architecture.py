@@ -3,20 +3,22 @@
 Llama, Qwen2 and Qwen3 (dense). What the decoder doesn't compute (experts, sliding windows, other rotary
 scalings, quantised weights) is refused in one line. Both spellings of the rotary settings are read and
 written: transformers 5 has `rope_parameters`, older files and other engines `rope_theta` and `rope_scaling`.
+No torch here: folders are checked before anything heavy is imported.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from tlt_pipeline.models.decoder import DecoderConfig, RopeScaling
+from tlt_pipeline.models.dimensions import DecoderConfig, RopeScaling
 from tlt_pipeline.models.locate import ModelError
+
+if TYPE_CHECKING:
+    import torch
 
 SUPPORTED = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -33,6 +35,8 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
         raise ModelError(f"{folder} has no config.json: give a Hugging Face model folder")
     try:
         content = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ModelError(f"{file} can't be read ({error.strerror}): see to its permissions") from error
     except ValueError as error:
         raise ModelError(f"{file} is not JSON ({error}): copy the model again") from error
     if not isinstance(content, dict):
@@ -41,36 +45,61 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
 
 
 def parse_config(content: Mapping[str, Any], origin: str = "config") -> DecoderConfig:
-    """A Hugging Face config to ours. Raises ModelError for what is missing or unsupported."""
-    kind = _check_supported(content, origin)
+    """A Hugging Face config to ours. Raises ModelError for what is missing, damaged or unsupported."""
     try:
-        heads, hidden = content["num_attention_heads"], content["hidden_size"]
-        theta, scaling = _parse_rope(content, origin)
-        attention_bias = kind == "qwen2" or bool(content.get("attention_bias", False))
-        return DecoderConfig(
-            vocab_size=content["vocab_size"],
-            hidden_size=hidden,
-            intermediate_size=content["intermediate_size"],
-            num_layers=content["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=content.get("num_key_value_heads") or heads,
-            # Qwen3's config class has a default of its own; the others derive it
-            head_dim=content.get("head_dim") or (128 if kind == "qwen3" else hidden // heads),
-            max_position_embeddings=content.get("max_position_embeddings", 32768 if kind != "llama" else 2048),
-            rms_norm_eps=content.get("rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            qkv_bias=attention_bias,
-            o_bias=attention_bias and kind != "qwen2",
-            mlp_bias=kind == "llama" and bool(content.get("mlp_bias", False)),
-            qk_norm=kind == "qwen3",
-            tie_word_embeddings=bool(content.get("tie_word_embeddings", False)),
-        )
+        config = _parse(content, origin)
+    except ModelError:
+        raise
     except KeyError as error:
         raise ModelError(f"{origin}: config.json lacks {error.args[0]!r}: is the folder complete?") from error
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise ModelError(f"{origin}: config.json has a value of the wrong kind ({error}): copy it again") from error
+    check_sizes(config, origin)
+    return config
 
 
-def describe(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def check_sizes(config: DecoderConfig, origin: str) -> None:
+    """Raises ModelError for dimensions that no decoder can have."""
+    for part in (config, config.rope_scaling):
+        for field in fields(part) if part is not None else ():
+            value, kind = getattr(part, field.name), str(field.type)
+            number = isinstance(value, int | float if kind == "float" else int) and not isinstance(value, bool)
+            if kind in ("int", "float") and not (number and value > 0):
+                raise ModelError(f"{origin}: {field.name} can't be {value!r}: fix config.json or copy the folder again")
+    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
+        raise ModelError(
+            f"{origin}: {config.num_heads} heads for {config.num_kv_heads} key/value heads of {config.head_dim} can't "
+            f"be: fix config.json or copy the folder again"
+        )
+
+
+def _parse(content: Mapping[str, Any], origin: str) -> DecoderConfig:
+    kind = _check_supported(content, origin)
+    heads, hidden = content["num_attention_heads"], content["hidden_size"]
+    theta, scaling = _parse_rope(content, origin)
+    attention_bias = kind == "qwen2" or bool(content.get("attention_bias", False))
+    return DecoderConfig(
+        vocab_size=content["vocab_size"],
+        hidden_size=hidden,
+        intermediate_size=content["intermediate_size"],
+        num_layers=content["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=content.get("num_key_value_heads") or heads,
+        # Qwen3's config class has a default of its own; the others derive it
+        head_dim=content.get("head_dim") or (128 if kind == "qwen3" else hidden // heads),
+        max_position_embeddings=content.get("max_position_embeddings", 32768 if kind != "llama" else 2048),
+        rms_norm_eps=content.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        qkv_bias=attention_bias,
+        o_bias=attention_bias and kind != "qwen2",
+        mlp_bias=kind == "llama" and bool(content.get("mlp_bias", False)),
+        qk_norm=kind == "qwen3",
+        tie_word_embeddings=bool(content.get("tie_word_embeddings", False)),
+    )
+
+
+def describe(config: DecoderConfig, dtype: torch.dtype | str = "float32") -> dict[str, Any]:
     """The inverse of `parse_config`: what config.json says of such a model.
 
     Raises ModelError for a combination that no supported architecture has."""

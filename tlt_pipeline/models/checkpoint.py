@@ -2,36 +2,31 @@
 
 The decoder's matrices are fused (q, k, v; gate, up), the files' aren't: `_layout` says which join into
 which. Drafters have a format of their own here: their trainable tensors by our names, and a config.json
-that tells for which policy they are.
+that tells for which policy they are; drafter_files.py reads it, and public formats.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt_pipeline.models.architecture import describe, read_config, read_hf_config
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig, Rope
-from tlt_pipeline.models.drafter import Drafter, EagleDrafter
-from tlt_pipeline.models.eagle3 import Eagle3Drafter
-from tlt_pipeline.models.export import import_drafter, is_exported
+from tlt_pipeline.models.drafter import Drafter
+from tlt_pipeline.models.drafter_config import own_config, style_of
+from tlt_pipeline.models.drafter_files import read_drafter, shape_of
+from tlt_pipeline.models.export_layout import refuse_frozen
 from tlt_pipeline.models.locate import ModelError
+from tlt_pipeline.models.tensor_files import INDEX, WEIGHTS, TensorFiles
 
 SHARD_BYTES = 5 * 10**9
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_DRAFT_IDS = "draft_ids"
-_EAGLE, _EAGLE3 = "tlt_eagle", "tlt_eagle3"
-_FROZEN = ("embed.", "embed_tokens.", "norm.", "lm_head.")
-_IGNORED = ("rotary_emb.inv_freq",)
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 def load_decoder(folder: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Decoder:
@@ -40,7 +35,7 @@ def load_decoder(folder: str | Path, dtype: torch.dtype = torch.float32, device:
     config = read_config(folder)
     with torch.device("meta"):
         model = Decoder(config)
-    with _Tensors(folder) as stored:
+    with TensorFiles(folder) as stored:
         state: dict[str, Tensor] = {}
         for name, sources in _layout(config):
             parts = [stored.take(source) for source in sources]
@@ -79,7 +74,7 @@ def save_decoder(
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     shards = _split(state_of(model, dtype), shard_bytes)
     if len(shards) == 1:
-        save_file(shards[0], folder / _WEIGHTS, metadata={"format": "pt"})
+        save_file(shards[0], folder / WEIGHTS, metadata={"format": "pt"})
         return
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
@@ -88,7 +83,7 @@ def save_decoder(
         places.update(dict.fromkeys(shard, name))
     total = sum(_bytes(tensor) for shard in shards for tensor in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def state_of(model: Decoder, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -113,21 +108,16 @@ def save_drafter(drafter: Drafter, folder: str | Path) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
-    _refuse_frozen(state, folder)
-    content: dict[str, Any] = {"architectures": [type(drafter).__name__], "model_type": f"tlt_{drafter.kind}"}
-    content |= asdict(drafter.config)
-    if isinstance(drafter, Eagle3Drafter):
-        content |= {"taps": list(drafter.taps), "draft_vocab_size": drafter.own_head.out_features}
-    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
-    save_file(state, folder / _WEIGHTS, metadata={"format": "pt"})
+    refuse_frozen(state, str(folder))
+    (folder / "config.json").write_text(json.dumps(own_config(shape_of(drafter)), indent=2) + "\n")
+    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def is_drafter(folder: Path) -> bool:
-    """Whether a drafter of ours, or an exported one, is in this folder."""
+    """Whether a drafter that `tlt` wrote is in this folder, for itself or for a serving engine."""
     if not (folder / "config.json").is_file():
         return False
-    config = read_hf_config(folder)
-    return config.get("model_type") in (_EAGLE, _EAGLE3) or is_exported(config)
+    return style_of(read_hf_config(folder)) in ("own", "plugin")
 
 
 def load_drafter(
@@ -136,82 +126,20 @@ def load_drafter(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Drafter:
-    """A drafter for this policy, ours, of the kind that the folder holds, or exported. Raises ModelError: no drafter,
-    another policy's, or with frozen tensors in it."""
-    folder = Path(folder)
-    stored_config = read_hf_config(folder)
-    if is_exported(stored_config):
-        return import_drafter(folder, policy_config, dtype, device)
-    drafter = _empty_drafter(stored_config, policy_config, folder)
-    expected = json.loads(json.dumps(asdict(drafter.config)))
-    for key, value in expected.items():
-        if stored_config.get(key) != value:
-            raise ModelError(
-                f"{folder}: this drafter was made for a policy with {key} {stored_config.get(key)}, "
-                f"not {value}: take another drafter or from_policy_layer"
-            )
-    with _Tensors(folder) as stored:
-        _refuse_frozen(stored.names, folder)
-        state: dict[str, Tensor] = {}
-        for name, parameter in drafter.named_parameters():
-            tensor = stored.take(name)
-            if tensor.shape != parameter.shape:
-                raise ModelError(
-                    f"{folder}: {name} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}: "
-                    f"the file is damaged or another policy's, take another drafter or from_policy_layer"
-                )
-            state[name] = tensor.to(device=device, dtype=dtype, copy=True)
-        drafter.draft_ids = _take_draft_ids(stored, policy_config.vocab_size, folder, device)
-        stored.refuse_left_over(tied=False)
-    rows = policy_config.vocab_size if drafter.draft_ids is None else len(drafter.draft_ids)
-    if isinstance(drafter, Eagle3Drafter) and rows != drafter.own_head.out_features:
-        raise ModelError(f"{folder}: a head of {drafter.own_head.out_features} rows for {rows} tokens: train it anew")
-    drafter.load_state_dict(state, strict=False, assign=True)
-    drafter.rope = Rope(drafter.config).to(device)
-    return drafter
+    """A drafter for this policy, of the kind that the folder holds: ours, exported, or of a public format. Raises
+    ModelError: no drafter, another policy's, damaged, or with frozen tensors in it."""
+    return read_drafter(Path(folder), policy_config, dtype, device)
 
 
-def read_taps(folder: str | Path) -> tuple[int, ...]:
-    """The policy layers that the folder's drafter reads besides the last hidden state. Raises ModelError."""
-    return tuple(read_hf_config(folder).get("taps", ()))
-
-
-def _empty_drafter(stored: Mapping[str, Any], policy: DecoderConfig, folder: Path) -> EagleDrafter | Eagle3Drafter:
-    with torch.device("meta"):
-        if stored.get("model_type") == _EAGLE:
-            return EagleDrafter(policy)
-        if stored.get("model_type") != _EAGLE3:
-            raise ModelError(f"{folder} holds no drafter: give a folder that `tlt` wrote, or from_policy_layer")
-        taps, size = stored.get("taps"), stored.get("draft_vocab_size")
-        if not isinstance(taps, list) or not taps or not all(tap in range(policy.num_layers) for tap in taps):
-            raise ModelError(f"{folder}: taps must be layers of the policy, below {policy.num_layers}: train it anew")
-        if not isinstance(size, int) or not 0 < size <= policy.vocab_size:
-            raise ModelError(f"{folder}: draft_vocab_size must be up to {policy.vocab_size}: train it anew")
-        return Eagle3Drafter(policy, taps, size)
-
-
-def _take_draft_ids(stored: _Tensors, vocab_size: int, folder: Path, device: str | torch.device) -> Tensor | None:
-    if _DRAFT_IDS not in stored.names:
-        return None
-    ids = stored.take(_DRAFT_IDS).to(torch.int64)
-    ascending = ids.ndim == 1 and len(ids) > 0 and bool((ids[1:] > ids[:-1]).all())
-    if not ascending or ids[0] < 0 or ids[-1] >= vocab_size:
-        raise ModelError(f"{folder}: {_DRAFT_IDS} must be ascending token ids below {vocab_size}: train it again")
-    return ids.to(device, copy=True)
-
-
-def _refuse_frozen(names: Iterable[str], folder: Path) -> None:
-    frozen = sorted(name for name in names if name.removeprefix("model.").startswith(_FROZEN))
-    if frozen:
-        raise ModelError(
-            f"{folder}: a drafter must not carry the policy's {frozen[0]}, which would overwrite it: "
-            f"export the drafter again with its own tensors only"
-        )
+def read_embedding(folder: Path) -> Tensor:
+    """The policy's, as it is stored [V, C]. Raises ModelError."""
+    with TensorFiles(folder) as stored:
+        return stored.take(_EMBEDDING).clone()
 
 
 def _layout(config: DecoderConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Each parameter of the decoder with the Hugging Face tensors that it joins along its first dimension."""
-    yield "embed.weight", ("model.embed_tokens.weight",)
+    yield "embed.weight", (_EMBEDDING,)
     for index in range(config.num_layers):
         own, theirs = f"layers.{index}", f"model.layers.{index}"
         yield f"{own}.input_norm.weight", (f"{theirs}.input_layernorm.weight",)
@@ -254,55 +182,3 @@ def _split(state: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-class _Tensors:
-    """The tensors of a folder, read one at a time from whichever file holds them."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._stack = ExitStack()
-        self._files: dict[str, Any] = {}
-        self._left: dict[str, str] = {}
-
-    def __enter__(self) -> _Tensors:
-        try:
-            for name in self._file_names():
-                opened = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
-                self._files[name] = opened
-                self._left.update(dict.fromkeys(opened.keys(), name))
-        except (SafetensorError, OSError) as error:
-            self._stack.close()
-            raise ModelError(f"{self._folder}: weights can't be read ({error}): copy the model again") from error
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    @property
-    def names(self) -> list[str]:
-        """What hasn't been taken yet."""
-        return sorted(self._left)
-
-    def _file_names(self) -> list[str]:
-        index = self._folder / _INDEX
-        if index.is_file():
-            return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        if (self._folder / _WEIGHTS).is_file():
-            return [_WEIGHTS]
-        raise ModelError(f"{self._folder} has neither {_WEIGHTS} nor {_INDEX}: save the model as safetensors")
-
-    def take(self, name: str) -> Tensor:
-        if name not in self._left:
-            raise ModelError(f"{self._folder}: the weights lack {name}: copy the model again, or fix config.json")
-        return self._files[self._left.pop(name)].get_tensor(name)
-
-    def refuse_left_over(self, *, tied: bool) -> None:
-        """Tensors that nothing reads mean that config.json tells of another model: wrong logits, silently."""
-        ignored = (*_IGNORED, "lm_head.weight") if tied else _IGNORED
-        unread = sorted(name for name in self._left if not name.endswith(ignored))
-        if unread:
-            raise ModelError(
-                f"{self._folder}: config.json has no place for {len(unread)} tensors, such as {unread[0]}: "
-                f"fix config.json (biases, norms, layers)"
-            )

@@ -18,35 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama-3's frequency scaling (transformers: rope_type "llama3")."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    tie_word_embeddings: bool = False
+from tlt_pipeline.models.dimensions import DecoderConfig as DecoderConfig
+from tlt_pipeline.models.dimensions import RopeScaling as RopeScaling
 
 
 class Attend(Protocol):

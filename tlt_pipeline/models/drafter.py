@@ -12,7 +12,6 @@ v = draft vocabulary, F = numbers of a token's features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -29,6 +28,7 @@ from tlt_pipeline.models.decoder import (
     RMSNorm,
     Rope,
 )
+from tlt_pipeline.models.drafter_config import layer_of
 
 DrafterKind = Literal["eagle", "eagle3"]
 
@@ -55,7 +55,7 @@ class Drafter(nn.Module):
         """`config` is the policy's: the drafter has its dimensions, one layer, no biases, no q/k norm."""
         super().__init__()
         self.policy_config = config
-        self.config = replace(config, num_layers=1, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False)
+        self.config = layer_of(config)
 
     @property
     def feature_size(self) -> int:

@@ -1,26 +1,29 @@
-"""A drafter's tensors under the names that other engines load, and the table of names and shapes that guards them.
+"""A drafter's tensors under the names that they are stored by, and the table of names and shapes that guards them.
 
-One of those loaders skips what it doesn't know, silently, so nothing is written or read that isn't in the table.
-Shapes: C = hidden size, F = feed-forward size.
+One of the engines that load them skips what it doesn't know, silently, so nothing is written or read that isn't in the
+table. No torch here: a folder's headers are held against the table before anything heavy is imported.
+Shapes: C = hidden size, F = feed-forward size, V = vocabulary, v = draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from tlt_pipeline.models.decoder import DecoderConfig
-from tlt_pipeline.models.drafter import EagleDrafter
+from tlt_pipeline.models.drafter_config import DrafterShape, Style
 from tlt_pipeline.models.locate import ModelError
+from tlt_pipeline.models.tensor_files import FLOATS, INTEGERS, Header
 
 D2T, T2D = "d2t", "t2d"
 """Of a reduced draft vocabulary, as EAGLE-3 has them: target id minus draft id, by draft id [v]; may the drafter
 propose a token, by target id [V]."""
+DRAFT_IDS = "draft_ids"
+"""The same in our folders: target ids [v]."""
 NORM = "norm.weight"
-"""The policy's final norm, frozen in the drafter: what its LM head reads passes through it."""
+"""Of an EAGLE drafter, the policy's final norm, frozen: what its LM head reads passes through it."""
+EMBEDDING = "embed_tokens.weight"
+"""Of an EAGLE-3 drafter, the policy's, where a folder has it at all."""
+_FROZEN = ("embed.", "embed_tokens.", "norm.", "lm_head.")
 
 
 @dataclass(frozen=True)
@@ -37,79 +40,101 @@ class Entry:
         return (self.sizes[index],) if self.columns is None else (self.sizes[index], self.columns)
 
 
-def layout_of(config: DecoderConfig) -> tuple[Entry, ...]:
-    """The EAGLE drafter: `fc` and one decoder layer."""
+def layout_of(shape: DrafterShape, style: Style) -> tuple[Entry, ...]:
+    """All tensors that the drafter is made of."""
+    entries = _layer_of(shape, "midlayer." if style == "flat" else "layers.0.")
+    if style == "own":
+        return tuple(Entry(each.own, (each.own,), (sum(each.sizes),), each.columns) for each in entries)
+    return entries
+
+
+def _layer_of(shape: DrafterShape, prefix: str) -> tuple[Entry, ...]:
+    config, eagle3 = shape.layer, shape.kind == "eagle3"
     C, F, D = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * D, config.num_kv_heads * D
-    layer = "layers.0."
-    return (
-        Entry("fc.weight", ("fc.weight",), (C,), 2 * C),
-        Entry("layer.input_norm.weight", (f"{layer}input_layernorm.weight",), (C,), None),
+    inputs = len(shape.taps) if eagle3 else 2
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    entries = (
+        Entry("fc.weight", ("fc.weight",), (C,), inputs * C),
+        Entry("layer.input_norm.weight", (f"{prefix}input_layernorm.weight",), (C,), None),
         Entry(
             "layer.qkv.weight",
-            tuple(f"{layer}self_attn.{part}_proj.weight" for part in "qkv"),
+            tuple(f"{attention}{part}_proj.weight" for part in "qkv"),
             (q, kv, kv),
-            C,
+            2 * C if eagle3 else C,
         ),
-        Entry("layer.o.weight", (f"{layer}self_attn.o_proj.weight",), (C,), q),
-        Entry("layer.mlp_norm.weight", (f"{layer}post_attention_layernorm.weight",), (C,), None),
-        Entry(
-            "layer.gate_up.weight",
-            tuple(f"{layer}mlp.{part}_proj.weight" for part in ("gate", "up")),
-            (F, F),
-            C,
-        ),
-        Entry("layer.down.weight", (f"{layer}mlp.down_proj.weight",), (C,), F),
+        Entry("layer.o.weight", (f"{attention}o_proj.weight",), (C,), q),
+        Entry("layer.mlp_norm.weight", (f"{prefix}post_attention_layernorm.weight",), (C,), None),
+        Entry("layer.gate_up.weight", tuple(f"{mlp}{part}_proj.weight" for part in ("gate", "up")), (F, F), C),
+        Entry("layer.down.weight", (f"{mlp}down_proj.weight",), (C,), F),
+    )
+    if not eagle3:
+        return entries
+    assert shape.draft_vocab is not None
+    return (
+        *entries,
+        Entry("layer.hidden_norm.weight", (f"{prefix}hidden_norm.weight",), (C,), None),
+        Entry("own_norm.weight", ("norm.weight",), (C,), None),
+        Entry("own_head.weight", ("lm_head.weight",), (shape.draft_vocab,), C),
     )
 
 
-def table_of(config: DecoderConfig, draft_vocab: int | None = None) -> dict[str, tuple[int, ...]]:
-    """Every tensor of an exported drafter with its shape. `draft_vocab`: tokens it may propose; None: all."""
-    stored = {name: entry.shape(i) for entry in layout_of(config) for i, name in enumerate(entry.names)}
-    ids = {} if draft_vocab is None else {D2T: (draft_vocab,), T2D: (config.vocab_size,)}
-    return {**stored, NORM: (config.hidden_size,), **ids}
+def table_of(shape: DrafterShape, style: Style, draft_ids: int | None = None) -> dict[str, tuple[int, ...]]:
+    """Every tensor that must be stored, with its shape. `draft_ids`: so many tokens may be proposed; None: all."""
+    table = {name: entry.shape(i) for entry in layout_of(shape, style) for i, name in enumerate(entry.names)}
+    if style == "plugin":
+        table[NORM] = (shape.layer.hidden_size,)
+    if draft_ids is not None and style == "own":
+        table[DRAFT_IDS] = (draft_ids,)
+    elif draft_ids is not None:
+        table |= {D2T: (draft_ids,), T2D: (shape.layer.vocab_size,)}
+    return table
 
 
-def split_tensors(drafter: EagleDrafter, norm_C: Tensor) -> dict[str, Tensor]:
-    """The drafter's tensors and the policy's norm under their exported names, checked against the table. Raises
-    ModelError: the drafter has a part that the format has no place for."""
-    own = dict(drafter.named_parameters())
-    state: dict[str, Tensor] = {NORM: norm_C.detach().cpu().contiguous()}
-    for entry in layout_of(drafter.config):
-        whole = own.pop(entry.own).detach().cpu()
-        for name, part in zip(entry.names, whole.split(entry.sizes), strict=True):
-            state[name] = part.contiguous().clone()
-    if own:
-        raise ModelError(f"the format has no place for the drafter's {sorted(own)[0]}: export it in another format")
-    if drafter.draft_ids is not None:
-        ids_v = drafter.draft_ids.detach().cpu()
-        state[D2T] = ids_v - torch.arange(len(ids_v))
-        state[T2D] = torch.zeros(drafter.config.vocab_size, dtype=torch.bool).index_fill_(0, ids_v, True)
-    check_tensors(state, drafter.config, "the drafter")
-    return state
-
-
-def join_tensors(state: Mapping[str, Tensor], drafter: EagleDrafter, origin: str) -> None:
-    """The inverse: fills the drafter. Raises ModelError for a name or shape that isn't in the table."""
-    check_tensors(state, drafter.config, origin)
-    with torch.no_grad():
-        for entry in layout_of(drafter.config):
-            drafter.get_parameter(entry.own).copy_(torch.cat([state[name] for name in entry.names]))
-    if D2T in state:
-        drafter.draft_ids = state[D2T] + torch.arange(len(state[D2T]))
-        if not torch.equal(state[T2D].nonzero().flatten(), drafter.draft_ids):
-            raise ModelError(f"{origin}: {D2T} and {T2D} name different tokens: export it again")
-
-
-def check_tensors(state: Mapping[str, Tensor], config: DecoderConfig, origin: str) -> None:
-    table = table_of(config, len(state[D2T]) if D2T in state else None)
-    for name in sorted({*table, *state}):
-        if name not in state:
-            raise ModelError(f"{origin} lacks {name}: export it again")
+def check_tensors(found: Mapping[str, Header], shape: DrafterShape, style: Style, origin: str) -> None:
+    """Raises ModelError for a name, a shape or a type that isn't in the table."""
+    if style == "own":
+        refuse_frozen(found, origin)
+    size = _stated_ids(found, shape, style, origin)
+    table = table_of(shape, style, size)
+    optional = {T2D, EMBEDDING} if shape.kind == "eagle3" and style != "own" else set[str]()
+    table |= {EMBEDDING: (shape.layer.vocab_size, shape.layer.hidden_size)} if optional else {}
+    for name in sorted({*table, *found}):
+        if name not in found:
+            if name in optional:
+                continue
+            raise ModelError(f"{origin}: the weights lack {name}: copy the folder again, or export it again")
         if name not in table:
             raise ModelError(f"{origin} has {name}, which this drafter has no place for: it is of another kind")
-        if tuple(state[name].shape) != table[name]:
+        if found[name].shape != table[name]:
             raise ModelError(
-                f"{origin}: {name} has shape {tuple(state[name].shape)}, this policy's drafter has {table[name]}: "
-                f"it was made for another policy"
+                f"{origin}: {name} is {found[name].shape}, not {table[name]}: the file is damaged or another policy's, "
+                f"take another drafter or from_policy_layer"
             )
+        wanted = ("BOOL",) if name == T2D else INTEGERS if name in (D2T, DRAFT_IDS) else FLOATS
+        if found[name].dtype not in wanted:
+            raise ModelError(
+                f"{origin}: {name} can't be {found[name].dtype}: the file is damaged, take another drafter or "
+                f"from_policy_layer"
+            )
+
+
+def _stated_ids(found: Mapping[str, Header], shape: DrafterShape, style: Style, origin: str) -> int | None:
+    """How many tokens the stored ids name; None: there are none stored. An own head has a row for each."""
+    name = DRAFT_IDS if style == "own" else D2T
+    size = found[name].shape[0] if name in found and found[name].shape else None
+    vocab = shape.layer.vocab_size
+    if shape.draft_vocab is not None and shape.draft_vocab != (vocab if size is None else size):
+        rows = vocab if size is None else size
+        raise ModelError(f"{origin}: a head of {shape.draft_vocab} rows for {rows} tokens: train it anew")
+    return size
+
+
+def refuse_frozen(found: Iterable[str], origin: str) -> None:
+    """Raises ModelError for names that are the policy's."""
+    frozen = sorted(name for name in found if name.removeprefix("model.").startswith(_FROZEN))
+    if frozen:
+        raise ModelError(
+            f"{origin}: a drafter must not carry the policy's {frozen[0]}, which would overwrite it: "
+            f"export the drafter again with its own tensors only"
+        )
