@@ -10,6 +10,8 @@ import errno
 from dataclasses import dataclass
 from typing import cast
 
+from tlt_pipeline.folders import NoSpace
+
 EXIT_FAILED = 1
 EXIT_USER = 2
 EXIT_FATAL = 3
@@ -36,8 +38,8 @@ class Failure:
     expected: bool
 
 
-def explain(error: BaseException) -> Failure:
-    """Any exception as one line and an exit code."""
+def explain(error: BaseException, place: str | None = "--run-dir") -> Failure:
+    """Any exception as one line and an exit code. `place`: what says where this command writes; None: nothing does."""
     error = _first_of(error)
     line = " ".join(str(error).split())
     if isinstance(error, KeyboardInterrupt):
@@ -45,9 +47,11 @@ def explain(error: BaseException) -> Failure:
     if isinstance(error, RunFatal):
         return Failure(EXIT_FATAL, line, True)
     if type(error).__module__.startswith(_OURS) and line:
+        if isinstance(error, NoSpace) and place and line.endswith("free some"):  # a resumed run has its place
+            line += f", or choose another place with {place}"
         return Failure(int(getattr(error, "exit_code", _code_of(error))), line, True)
     if isinstance(error, OSError):
-        known = _explain_os(error)
+        known = _explain_os(error, place)
         if known:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             return Failure(EXIT_FATAL if full else EXIT_FAILED, known, True)
@@ -73,12 +77,15 @@ def _code_of(error: BaseException) -> int:
     return EXIT_FATAL if isinstance(error, OSError) else EXIT_FAILED
 
 
-def _explain_os(error: OSError) -> str | None:
+def _explain_os(error: OSError, place: str | None) -> str | None:
     where = f" ({error.filename})" if error.filename else ""
+    elsewhere = f", or choose another place with {place}" if place else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"no space left on the disk{where}: free some, or choose another place with --run-dir"
+        return f"no space left on the disk{where}: free some{elsewhere}"
     if error.errno == errno.EADDRINUSE:
         return f"a port is taken ({error.strerror or error}): stop what uses it or set telemetry.metrics_port"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"not allowed to write or read{where}: choose another place with --run-dir"
+        return f"not allowed to write or read{where}: see to its permissions{elsewhere}"
+    if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG) and place == "--out":
+        return f"no folder can be made{where} ({error.strerror}){elsewhere.replace(', or', ':')}"
     return None

@@ -25,7 +25,7 @@ Digest = dict[str, tuple[int, str]]
 
 
 class NoSpace(RuntimeError):
-    """The disk is full; one line with the remedy."""
+    """The disk is full; one line, to which `failures.explain` adds how the command at hand takes another place."""
 
 
 @contextmanager
@@ -40,10 +40,7 @@ def draft_folder(target: Path) -> Generator[Path]:
     except Exception as error:
         if _is_full(error):
             free = shutil.disk_usage(target.parent).free // 2**20
-            raise NoSpace(
-                f"no space left to write {target} ({free} MB free): free some, or choose another place "
-                f"(--run-dir for a run, TLT_CACHE for models)"
-            ) from error
+            raise NoSpace(f"no space left to write {target} ({free} MB free): free some") from error
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tlt_pipeline.config import RunConfig
-from tlt_pipeline.folders import combine, digest, draft_folder, put_in_place, remove_folder, sweep
+from tlt_pipeline.folders import Digest, combine, digest, draft_folder, put_in_place, remove_folder, sweep
 from tlt_pipeline.messages import ModelKind, WeightsPublished
 from tlt_pipeline.models.checkpoint import load_decoder, load_drafter, save_decoder, save_drafter
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig
@@ -206,7 +206,7 @@ class WeightStore:
         published, files = self._read(model, version)
         folder = self.folder(model, version)
         try:
-            same = digest(folder, _MANIFEST) == files and published.sha256 == combine(files)
+            same = _digest(folder) == files and published.sha256 == combine(files)
             if not isinstance(ref, int):
                 same = same and (ref.model, ref.sha256) == (model, published.sha256)
             if not same:
@@ -224,11 +224,13 @@ class WeightStore:
         manifest = self.folder(model, version) / _MANIFEST
         try:
             content = json.loads(manifest.read_bytes())
-            files = {name: (size, digest) for name, (size, digest) in content["files"].items()}
+            files = {str(name): (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
             return WeightsPublished.model_validate(content["published"]), files
         except FileNotFoundError as error:
             raise self._missing(model, version) from error
-        except (ValueError, KeyError) as error:
+        except OSError as error:
+            raise _unreadable(manifest, error) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise WeightsError(f"{manifest} is damaged: remove its folder, go on from an older version") from error
 
     def _missing(self, model: ModelKind, version: int) -> WeightsMissing:
@@ -241,3 +243,19 @@ class WeightStore:
 
 def _path(model: ModelKind, version: int) -> str:
     return f"{model}/v{version:06d}"
+
+
+def _digest(folder: Path) -> Digest:
+    try:
+        return digest(folder, _MANIFEST)
+    except FileNotFoundError:
+        raise  # pruned while it was read
+    except OSError as error:
+        raise _unreadable(Path(error.filename or folder), error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> WeightsError:
+    return WeightsError(
+        f"{path} can't be read ({error.strerror}): see to its permissions, or remove its folder and go on from an "
+        f"older version"
+    )

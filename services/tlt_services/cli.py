@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -207,8 +207,8 @@ app.command("import-drafter")(import_drafter)
 def invoke(arguments: list[str]) -> int:
     """One command; its exit code. Every failure is one line on stderr."""
     debug = "--debug" in arguments
+    words = [part for part in arguments if part != "--debug"]
     try:
-        words = [part for part in arguments if part != "--debug"]
         code = app(args=words, prog_name="tlt", standalone_mode=False)
         return EXIT_FAILED if code == EXIT_FATAL else int(code or 0)
     except typer.TyperException as error:
@@ -218,12 +218,27 @@ def invoke(arguments: list[str]) -> int:
         typer.echo(message if is_help else f"{command}: {message} (see {command} --help)", err=True)
         return EXIT_USER
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 shown as one line
-        failure = explain(error)
+        failure = explain(error, _place_of(words))
         if debug:
             traceback.print_exc()
         hint = "" if failure.expected or debug else "; --debug shows the traceback"
         typer.echo(f"tlt: {failure.line}{hint}", err=True)
         return EXIT_FAILED if failure.code == EXIT_FATAL else failure.code
+
+
+def _place_of(words: list[str]) -> str | None:
+    """What says where the command writes; None: nothing does."""
+    set_otherwise = {"sft": "sft.out=DIR", "models": "TLT_CACHE"}
+    command: Any = typer.main.get_command(app)
+    for word in words:
+        if word in set_otherwise:
+            return set_otherwise[word]
+        inner = getattr(command, "commands", {}).get(word)
+        if inner is None:
+            break
+        command = inner
+    options = {name for parameter in command.params for name in parameter.opts}
+    return next((name for name in ("--out", "--run-dir") if name in options), None)
 
 
 def main() -> None:

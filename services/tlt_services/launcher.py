@@ -20,13 +20,12 @@ from tlt_pipeline.bus.probe import redact_url
 from tlt_pipeline.bus.server import RedisServer, find_or_start_redis
 from tlt_pipeline.config import ConfigError, RunConfig, load_config
 from tlt_pipeline.failures import EXIT_FAILED, EXIT_INTERRUPTED
-from tlt_pipeline.models.locate import locate_drafter, locate_model
 from tlt_pipeline.processes import adopt_orphans
 from tlt_pipeline.rundir import RunDir, StorageError
 from tlt_pipeline.telemetry.logging import configure_logging
 from tlt_pipeline.telemetry.report import print_summary
 from tlt_services.leftovers import holding_shards, sole_launcher
-from tlt_services.preparation import default_root, is_prepared, make_run, note_redis, resume_run
+from tlt_services.preparation import check_models, default_root, is_prepared, make_run, note_redis, resume_run
 from tlt_services.progress import LiveTable, Progress, StepLines
 from tlt_services.status import StatusReader
 from tlt_services.supervisor import RunEnded, Supervisor, services_of
@@ -73,12 +72,10 @@ def _prepare(
         assert run_dir is not None
         return resume_run(None, overrides, run_dir)
     settings = load_config(config, overrides)
-    locate_model(settings.policy.model)  # its absence is better said now than by a process that started for it
-    if settings.engine.speculation.drafter == "eagle":  # one that isn't trained drafts all the same
-        locate_drafter(settings.drafter.init)
     root = run_dir or default_root(settings)
     if resume and is_prepared(root):
         return resume_run(config, overrides, root)
+    check_models(settings)
     return settings, make_run(settings, root, fresh=True)
 
 

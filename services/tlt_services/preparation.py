@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tlt_pipeline.config import ConfigError, RunConfig, dump_config, load_config
+from tlt_pipeline.models.architecture import read_config
+from tlt_pipeline.models.export_layout import check_folder, check_kind
+from tlt_pipeline.models.locate import locate_drafter, locate_model
+from tlt_pipeline.models.tensor_files import read_headers
 from tlt_pipeline.rundir import RunDir, RunDirError, prepare_run_dir, slug, storing
 
 _FIXED = ("seed", "policy", "task", "rollout", "engine.device", "engine.dtype", "engine.exact")
@@ -28,6 +32,18 @@ def is_finished(root: Path) -> bool:
     if not (is_prepared(root) and run.summary.is_file()):
         return False
     return int(json.loads(run.summary.read_text())["steps"]) >= load_config(run.config).steps
+
+
+def check_models(config: RunConfig) -> None:
+    """What the run begins with, by the headers of its files: a damaged one is better said now than by a process that
+    started for it. Raises ModelError."""
+    policy = locate_model(config.policy.model)
+    dimensions = read_config(policy)
+    read_headers(policy)
+    if config.engine.speculation.drafter == "eagle":  # one that isn't trained drafts all the same
+        folder = locate_drafter(config.drafter.init)
+        if folder is not None:
+            check_kind(check_folder(folder, dimensions).kind, config.drafter.kind, folder)
 
 
 def make_run(config: RunConfig, root: Path, *, fresh: bool) -> RunDir:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,21 +10,32 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
-from tests.tiny import tiny_settings
+from tests.tiny import tiny_settings, write_tiny_policy
+from tlt_pipeline.failures import explain
+from tlt_pipeline.folders import NoSpace
+from tlt_pipeline.models.architecture import describe
+from tlt_pipeline.models.checkpoint import load_decoder, save_drafter
+from tlt_pipeline.models.decoder import DecoderConfig
+from tlt_pipeline.models.drafter import drafter_from_policy
+from tlt_pipeline.models.export import export_drafter
 from tlt_services import doctor
-from tlt_services.cli import invoke
+from tlt_services.cli import _place_of, invoke
+
+SMALL = DecoderConfig(16, 32, 48, 2, 4, 2, 8, 64)
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A valid config in an empty working directory; the policy it names has no weights."""
+    """A valid config in an empty working directory; the policy it names has no tensors."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TLT_RUN_DIR", raising=False)
     monkeypatch.delenv("REDIS_URL", raising=False)
     policy, path = tmp_path / "policy", tmp_path / "tiny.yaml"
     policy.mkdir()
-    (policy / "config.json").write_text("{}")
+    (policy / "config.json").write_text(json.dumps(describe(SMALL)))
+    save_file({}, policy / "model.safetensors")
     path.write_text(yaml.safe_dump(tiny_settings(policy)))
     return path
 
@@ -61,6 +73,7 @@ BAD_CALLS = [
     ("run tiny.yaml --run-dir tiny.yaml", 2, "name another --run-dir"),
     ("run tiny.yaml policy.model=./nowhere", 2, "no model './nowhere' here"),
     ("run tiny.yaml drafter.init=./nowhere drafter.train.enabled=false", 2, "no drafter in ./nowhere"),
+    ("run tiny.yaml drafter.init=./policy", 2, "holds no drafter"),
     ("run tiny.yaml --bogus", 2, "No such option: --bogus"),
     ("sft tiny.yaml", 2, "no sft section"),
     ("rollout", 2, "Missing option '--slot'"),
@@ -132,6 +145,41 @@ def test_a_full_disk_is_one_line(
     said = capfd.readouterr().err.strip().splitlines()
     assert len(said) == 1
     assert said[0].startswith("tlt: no space left for ")
+
+
+WRITERS = [
+    ("export-drafter drafter --policy policy --out {}", "--out"),
+    ("import-drafter drafter --policy policy --out {}", "--out"),
+    ("drafter warmup tiny.yaml --out {}", "--out"),
+    ("run tiny.yaml --run-dir {}", "--run-dir"),
+    ("sft tiny.yaml sft.out={}", "sft.out=DIR"),
+    ("models fetch smollm2-135m", "TLT_CACHE"),
+    ("doctor", None),
+]
+
+
+@pytest.mark.parametrize(("call", "option"), WRITERS, ids=[call for call, _ in WRITERS])
+def test_the_way_out_of_a_full_disk_is_one_that_the_command_has(call: str, option: str | None) -> None:
+    assert _place_of(call.split()) == option
+    for error in (OSError(28, "full", "x"), OSError(13, "denied", "x"), NoSpace("no space left to write x: free some")):
+        line = explain(error, option).line
+        assert ("choose another place with" in line) == (option is not None)
+        assert option is None or line.endswith(f"with {option}")
+
+
+@pytest.mark.parametrize("call", [call for call, option in WRITERS if option == "--out"])
+def test_a_place_that_cannot_be_written_is_one_line(config: Path, capfd: pytest.CaptureFixture[str], call: str) -> None:
+    write_tiny_policy(config.parent / "tiny")
+    policy = load_decoder(config.parent / "tiny")
+    save_drafter(drafter_from_policy(policy), config.parent / "drafter")
+    if "import" in call:
+        exported = config.parent / "exported"
+        export_drafter(drafter_from_policy(policy), policy.config, policy.norm.weight, exported)
+    words = call.format("tiny.yaml/out").replace("--policy policy", "--policy tiny").split()
+    words = [word.replace("drafter", "exported") if "import" in call and word == "drafter" else word for word in words]
+    assert invoke(words) == 1
+    said = capfd.readouterr().err.strip()
+    assert said.startswith("tlt: no folder can be made") and said.endswith("choose another place with --out")
 
 
 def test_a_used_run_directory_needs_resume(config: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -139,13 +139,20 @@ def test_the_way_back_is_exact_and_drafts_the_same(tmp_path, format, family, dty
         assert torch.equal(parameter, back.get_parameter(name)), name
     assert back.draft_ids is not None and torch.equal(back.draft_ids, IDS)
     assert torch.equal(back.rope.cos, Rope(made.config).cos)
+
+
+@pytest.mark.parametrize("format", ["vllm", "speculators"])
+def test_what_came_back_drafts_the_same(tmp_path, format) -> None:
+    model = policy()
+    made = eagle3_from_policy(model, (), IDS)
     told = []
-    for each in (made, back):
+    for each in (made, load_drafter(export(made, model, tmp_path / "out", format), model.config)):
         engine = cases.engine(model, batch=4)
         engine.set_drafter(each, 1)
         finished = decode_all(engine, [cases.request(number) for number in range(4)])
         told.append([(done.tokens, done.draft.drafts, done.draft.accepted_by_position) for done in finished])
     assert told[0] == told[1]
+    assert sum(drafts for _, drafts, _ in told[0]) > 0
 
 
 def test_a_whole_vocabulary_has_no_map(tmp_path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.disk import locked
 from tlt_pipeline.models.architecture import describe, parse_config, read_config
 from tlt_pipeline.models.checkpoint import load_decoder, save_decoder
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig, RopeScaling, initialize
@@ -198,6 +199,28 @@ def test_a_combination_that_no_architecture_has_is_not_written():
         (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
         (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"torn"), "can't be read"),
+        (lambda folder: as_folder(folder / "model.safetensors"), "can't be read"),
+        (lambda folder: cut(folder / "model.safetensors"), "model.safetensors is torn"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b""), "model.safetensors is torn"),
+        (lambda folder: as_folder(folder / "config.json"), "no config.json"),
+        (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"), "is not JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "is no JSON object"),
+        (lambda folder: index(folder, {}), "no weight_map of file names"),
+        (lambda folder: index(folder, []), "no weight_map of file names"),
+        (lambda folder: index(folder, {"weight_map": {}}), "no weight_map of file names"),
+        (lambda folder: index(folder, {"weight_map": {"a": 3}}), "no weight_map of file names"),
+        (
+            lambda folder: index(folder, {"weight_map": {"a": "../other/model.safetensors"}}),
+            "no weight_map of file names",
+        ),
+        (lambda folder: index(folder, {"weight_map": {"a": "gone.safetensors"}}), "gone.safetensors: No such file"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "no weight_map of file names"),
+        (lambda folder: edit(folder, hidden_size="wide"), "hidden_size can't be 'wide'"),
+        (lambda folder: edit(folder, num_hidden_layers="two"), "num_layers can't be 'two'"),
+        (lambda folder: edit(folder, num_attention_heads=0), "wrong kind|num_heads can't be 0"),
+        (lambda folder: edit(folder, vocab_size=None), "vocab_size can't be None"),
+        (lambda folder: edit(folder, rope_parameters={"rope_type": "llama3"}), "lacks 'factor'"),
+        (lambda folder: edit(folder, layer_types=3), "wrong kind"),
         (lambda folder: change(folder, remove="model.norm.weight"), "lack model.norm.weight"),
         (lambda folder: change(folder, add="model.layers.0.self_attn.q_proj.bias"), "no place for 1 tensors"),
         (lambda folder: edit(folder, num_hidden_layers=1), "no place for 9 tensors"),
@@ -212,6 +235,20 @@ def test_a_damaged_folder_is_one_line(tmp_path, damage, line):
     assert "\n" not in str(caught.value)
 
 
+def as_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def cut(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def index(folder, content):
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
 def change(folder, remove=None, add=None):
     state = load_file(folder / "model.safetensors")
     state.pop(remove, None)
@@ -221,6 +258,14 @@ def change(folder, remove=None, add=None):
 def edit(folder, **settings):
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**content, **settings}))
+
+
+def test_a_locked_folder_is_one_line(tmp_path):
+    save_decoder(make_decoder(), tmp_path)
+    for file, line in (("model.safetensors", "Permission denied"), ("config.json", "see to its permissions")):
+        with locked(tmp_path / file), pytest.raises(ModelError, match=line):
+            load_decoder(tmp_path)
+    load_decoder(tmp_path)
 
 
 def test_inverse_frequencies_of_older_checkpoints_are_ignored(tmp_path):

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 
-from tests.tiny import tiny_settings
+from tests.tiny import tiny_settings, write_tiny_policy
 from tlt_pipeline.config import ConfigError, RunConfig, dump_config, load_config, validate_config
+from tlt_pipeline.models.checkpoint import load_decoder, save_drafter
+from tlt_pipeline.models.drafter import drafter_from_policy
+from tlt_pipeline.models.eagle3_start import eagle3_from_policy
+from tlt_pipeline.models.locate import ModelError
 from tlt_pipeline.rundir import RunDir, RunDirError
 from tlt_services.preparation import (
+    check_models,
     default_root,
     is_finished,
     is_prepared,
@@ -105,3 +114,78 @@ def test_slots_claim_themselves_in_order(tmp_path: Path) -> None:
     assert claim_slot(folder, "drafter-trainer", 2) == 0
     with pytest.raises(ConfigError, match="all 2 slots have a rollout process"):
         claim_slot(folder, "rollout", 2)
+
+
+# --- what a run begins with -------------------------------------------------------------------------------------------
+
+
+def begun(tmp_path: Path, kind: str = "eagle", **changes: object) -> RunConfig:
+    """A run with a policy and a first drafter in folders."""
+    policy = load_decoder(write_tiny_policy(tmp_path / "policy"))
+    made = drafter_from_policy(policy) if kind == "eagle" else eagle3_from_policy(policy)
+    save_drafter(made, tmp_path / "drafter")
+    return validate_config(
+        tiny_settings(tmp_path / "policy", drafter__init=str(tmp_path / "drafter"), drafter__kind=kind, **changes)
+    )
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_sound_drafter_passes(tmp_path: Path, kind: str) -> None:
+    check_models(begun(tmp_path, kind))
+
+
+def _rewrite(folder: Path, **settings: object) -> None:
+    content = json.loads((folder / "config.json").read_text()) | settings
+    (folder / "config.json").write_text(json.dumps(content))
+
+
+def _reweigh(folder: Path, **tensors: np.ndarray) -> None:
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file)
+
+
+DAMAGE = [
+    ("drafter", lambda at: (at / "model.safetensors").write_bytes(b"torn"), "is torn"),
+    (
+        "drafter",
+        lambda at: (at / "model.safetensors").write_bytes((at / "model.safetensors").read_bytes()[:-9]),
+        "torn",
+    ),
+    ("drafter", lambda at: (at / "model.safetensors").unlink(), "has neither"),
+    ("drafter", lambda at: (at / "config.json").write_text("{"), "is not JSON"),
+    ("drafter", lambda at: (at / "config.json").write_text("{}"), "holds no drafter"),
+    ("drafter", lambda at: _rewrite(at, hidden_size=64), "hidden_size 64, not 32"),
+    ("drafter", lambda at: _reweigh(at, **{"fc.weight": np.zeros((3, 4), np.float32)}), r"fc.weight is \(3, 4\)"),
+    ("drafter", lambda at: _reweigh(at, more=np.zeros(3, np.float32)), "has more, which"),
+    ("drafter", lambda at: _reweigh(at, draft_ids=np.zeros(3, np.float32)), "draft_ids can't be F32"),
+    ("drafter", lambda at: _reweigh(at, **{"lm_head.weight": np.zeros(3, np.float32)}), "must not carry the policy's"),
+    ("policy", lambda at: (at / "model.safetensors").write_bytes(b"torn"), "is torn"),
+    ("policy", lambda at: _rewrite(at, hidden_act="relu"), "activation 'relu' is not supported"),
+]
+
+
+@pytest.mark.parametrize(("which", "damage", "reason"), DAMAGE, ids=[reason for _, _, reason in DAMAGE])
+def test_damage_is_told_before_anything_starts(tmp_path: Path, which: str, damage, reason: str) -> None:
+    config = begun(tmp_path)
+    damage(tmp_path / which)
+    with pytest.raises(ModelError, match=reason) as caught:
+        check_models(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_kind_is_told_before_anything_starts(tmp_path: Path) -> None:
+    config = begun(tmp_path)
+    other = config.model_copy(update={"drafter": config.drafter.model_copy(update={"kind": "eagle3"})})
+    with pytest.raises(ModelError, match=r"set drafter\.kind=eagle,"):
+        check_models(other)
+
+
+def test_the_check_imports_no_torch_and_takes_no_time(tmp_path: Path) -> None:
+    config = begun(tmp_path)
+    dump_config(config, tmp_path / "run.yaml")
+    code = (
+        "import sys; from tlt_pipeline.config import load_config; from tlt_services.preparation import check_models\n"
+        f"config = load_config({str(tmp_path / 'run.yaml')!r})\n"
+        "check_models(config)\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

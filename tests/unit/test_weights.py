@@ -1,5 +1,6 @@
 """Versioned weight sets: whole or not at all, never changed, checked when loaded."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.disk import locked
 from tlt_pipeline.config import validate_config
 from tlt_pipeline.messages import decode, encode
 from tlt_pipeline.models.checkpoint import load_drafter, save_drafter
@@ -166,11 +168,42 @@ def test_what_a_crashed_writer_left_is_removed_in_time(store):
     assert not old.exists() and new.exists()
 
 
-def test_a_damaged_manifest_is_one_line(store):
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"published": {',
+        "[]",
+        "7",
+        "{}",
+        '{"published": {}, "files": 7}',
+        '{"published": {}, "files": {"config.json": 7}}',
+        '{"published": {}, "files": {"config.json": ["x", "y"]}}',
+        '{"published": 7, "files": {}}',
+    ],
+)
+def test_a_damaged_manifest_is_one_line(store, content):
     publish(store, 1)
-    (store.folder("policy", 1) / "set.json").write_text('{"published": {')
+    (store.folder("policy", 1) / "set.json").write_text(content)
     with pytest.raises(WeightsError, match="damaged"):
         store.load_policy(1)
+
+
+@pytest.mark.parametrize("name", ["set.json", "model.safetensors"])
+@pytest.mark.parametrize("trouble", ["a folder in its place", "cut short", "locked"])
+def test_a_file_that_cannot_be_read_is_one_line(store, name, trouble):
+    publish(store, 1)
+    file = store.folder("policy", 1) / name
+    content = file.read_bytes()
+    with contextlib.ExitStack() as stack:
+        if trouble == "locked":
+            stack.enter_context(locked(file))
+        else:
+            file.unlink()
+            file.mkdir() if trouble == "a folder in its place" else file.write_bytes(content[: len(content) // 2])
+        with pytest.raises(WeightsError, match="older version") as caught:
+            store.load_policy(1)
+    assert not isinstance(caught.value, WeightsMissing)
+    assert "\n" not in str(caught.value) and str(store.folder("policy", 1)) in str(caught.value)
 
 
 def test_a_drafter_comes_back_without_the_policys_tensors(store):
@@ -191,6 +224,30 @@ def test_a_loaded_drafter_predicts_as_the_one_written(store):
     loaded = store.load_drafter(1, CONFIG)
     assert torch.equal(loaded.rope.cos, drafter.rope.cos) and torch.equal(loaded.rope.sin, drafter.rope.sin)
     assert all(parameter.requires_grad for parameter in loaded.parameters())
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.tensor([1.0, 2.5, 3.0]),
+        torch.tensor([1.0, 2.0]),
+        torch.tensor([True, False]),
+        torch.tensor([2, 1]),
+        torch.tensor([1, 1]),
+        torch.tensor([-1, 3]),
+        torch.tensor([1, 16]),
+        torch.zeros(0, dtype=torch.int64),
+        torch.tensor([[1, 2]]),
+    ],
+    ids=lambda ids: f"{ids.dtype} {ids.tolist()}",
+)
+def test_tokens_to_propose_that_are_none_are_refused(tmp_path, ids):
+    save_drafter(drafter_from_policy(make_policy()), tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "draft_ids": ids}, file)
+    with pytest.raises(ModelError, match="draft_ids") as caught:
+        load_drafter(tmp_path, CONFIG)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "embed.weight", "norm.weight", "model.embed_tokens.weight"])

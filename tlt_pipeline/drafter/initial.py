@@ -16,7 +16,7 @@ from tlt_pipeline.models.drafter import Drafter, drafter_from_policy
 from tlt_pipeline.models.drafter_config import read_taps
 from tlt_pipeline.models.eagle3 import default_taps
 from tlt_pipeline.models.eagle3_start import eagle3_from_policy
-from tlt_pipeline.models.locate import ModelError
+from tlt_pipeline.models.export_layout import check_kind
 
 OWN_HEAD_FEWEST = 4096
 """Tokens of a head that can't change any more: it is chosen by few answers, so it has room for others."""
@@ -25,11 +25,7 @@ OWN_HEAD_FEWEST = 4096
 def load_initial(config: RunConfig, folder: Path, policy: DecoderConfig) -> Drafter:
     """Raises ModelError where the folder holds no drafter for this policy, or one of another kind."""
     drafter = load_drafter(folder, policy)
-    if drafter.kind != config.drafter.kind:
-        raise ModelError(
-            f"{folder} holds a drafter of kind {drafter.kind}, drafter.kind is {config.drafter.kind}: "
-            f"set drafter.kind={drafter.kind}, or drafter.init=from_policy_layer"
-        )
+    check_kind(drafter.kind, config.drafter.kind, folder)
     return drafter
 
 

@@ -74,7 +74,8 @@ def style_of(content: Mapping[str, Any]) -> Style | None:
         return "speculators"
     # some of the first EAGLE-3 folders call themselves LlamaForCausalLM
     early = content.get("model_type") == "llama" and "draft_vocab_size" in content
-    return "flat" if early or any("Eagle3" in name for name in architectures) else None
+    public = not str(content.get("model_type")).startswith("tlt_")
+    return "flat" if public and (early or any("Eagle3" in name for name in architectures)) else None
 
 
 def read_shape(folder: Path, policy: DecoderConfig) -> tuple[Style, DrafterShape]:

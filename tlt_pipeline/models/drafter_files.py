@@ -12,7 +12,16 @@ from tlt_pipeline.models.decoder import DecoderConfig, Rope
 from tlt_pipeline.models.drafter import Drafter, EagleDrafter
 from tlt_pipeline.models.drafter_config import DrafterShape, Style, read_shape
 from tlt_pipeline.models.eagle3 import Eagle3Drafter
-from tlt_pipeline.models.export_layout import D2T, DRAFT_IDS, EMBEDDING, NORM, T2D, check_tensors, layout_of
+from tlt_pipeline.models.export_layout import (
+    D2T,
+    DRAFT_IDS,
+    EMBEDDING,
+    NORM,
+    T2D,
+    check_tensors,
+    explain_embedding,
+    layout_of,
+)
 from tlt_pipeline.models.locate import ModelError
 from tlt_pipeline.models.tensor_files import TensorFiles
 
@@ -63,8 +72,8 @@ def checked_ids(ids: Tensor, vocab: int, origin: str) -> Tensor:
         if bool((ids_v[1:] > ids_v[:-1]).all()) and int(ids_v[0]) >= 0 and int(ids_v[-1]) < vocab:
             return ids_v
     raise ModelError(
-        f"{origin}: draft_ids must be ascending token ids below {vocab}, whole numbers: train it again, or take another "
-        f"drafter"
+        f"{origin}: draft_ids must be ascending token ids below {vocab}, whole numbers: train it again, or take "
+        f"another drafter"
     )
 
 
@@ -98,10 +107,7 @@ def _take_ids(
 
 def _check_embedding(own_VC: Tensor, policy_VC: Tensor | None, folder: Path) -> None:
     if policy_VC is None:
-        raise ModelError(
-            f"{folder} carries an embedding of its own: hold it against the policy's with `tlt import-drafter {folder} "
-            f"--policy MODEL --out DIR`, and take DIR"
-        )
+        raise ModelError(explain_embedding(folder))
     if not torch.equal(own_VC.float(), policy_VC.float().cpu()):
         raise ModelError(
             f"{folder} has another embedding than the policy, whose embedding drafters read here: take another drafter"

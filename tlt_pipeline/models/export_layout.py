@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from tlt_pipeline.models.drafter_config import DrafterShape, Style
+from tlt_pipeline.models.dimensions import DecoderConfig
+from tlt_pipeline.models.drafter_config import DrafterShape, Style, read_shape
 from tlt_pipeline.models.locate import ModelError
-from tlt_pipeline.models.tensor_files import FLOATS, INTEGERS, Header
+from tlt_pipeline.models.tensor_files import FLOATS, INTEGERS, Header, read_headers
 
 D2T, T2D = "d2t", "t2d"
 """Of a reduced draft vocabulary, as EAGLE-3 has them: target id minus draft id, by draft id [v]; may the drafter
@@ -89,6 +91,32 @@ def table_of(shape: DrafterShape, style: Style, draft_ids: int | None = None) ->
     elif draft_ids is not None:
         table |= {D2T: (draft_ids,), T2D: (shape.layer.vocab_size,)}
     return table
+
+
+def check_folder(folder: Path, policy: DecoderConfig) -> DrafterShape:
+    """What a drafter's folder holds, by its config and the headers of its weights: milliseconds. Raises ModelError as
+    reading it would, but for what only the tensors say."""
+    style, shape = read_shape(folder, policy)
+    found = read_headers(folder)
+    check_tensors(found, shape, style, str(folder))
+    if EMBEDDING in found:
+        raise ModelError(explain_embedding(folder))
+    return shape
+
+
+def check_kind(found: str, wanted: str, folder: Path) -> None:
+    if found != wanted:
+        raise ModelError(
+            f"{folder} holds a drafter of kind {found}, drafter.kind is {wanted}: "
+            f"set drafter.kind={found}, or drafter.init=from_policy_layer"
+        )
+
+
+def explain_embedding(folder: Path) -> str:
+    return (
+        f"{folder} carries an embedding of its own: hold it against the policy's with `tlt import-drafter {folder} "
+        f"--policy MODEL --out DIR`, and take DIR"
+    )
 
 
 def check_tensors(found: Mapping[str, Header], shape: DrafterShape, style: Style, origin: str) -> None:

@@ -130,7 +130,10 @@ def _is_complete(folder: Path) -> bool:
     index = folder / "model.safetensors.index.json"
     files = {"model.safetensors"}
     if index.is_file():
-        files = set(json.loads(index.read_bytes())["weight_map"].values())
+        try:
+            files = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return False
     return all((folder / name).is_file() for name in files | {"config.json"})
 
 
