@@ -119,10 +119,23 @@ def model_card(found: Source, source: Path, format: Format, acceptance: Acceptan
             "",
         ]
     else:
-        lines += [f"Exported from `{source}`; what it was trained on is not recorded there.", ""]
+        lines += [f"Exported from `{source}`. {_warmup_of(source)}", ""]
     if acceptance is not None:
         lines += [f"Greedy, on {MEASURED_PROMPTS} prompts that nothing was trained on: {acceptance}.", ""]
     return "\n".join([*lines, *_how_to_serve(found, format)])
+
+
+def _warmup_of(source: Path) -> str:
+    """What `tlt drafter warmup` noted beside the drafter."""
+    try:
+        noted = json.loads((source / "warmup.json").read_bytes())
+        return (
+            f"Trained by `tlt drafter warmup` on {noted['tokens_trained']} tokens of answers that `{noted['policy']}` "
+            f"wrote; acceptance length on held-out answers then, at the run's temperature: "
+            f"{noted['acceptance_length']}."
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return "What it was trained on is not recorded there."
 
 
 def _how_to_serve(found: Source, format: Format) -> list[str]:

@@ -19,8 +19,9 @@ from torch import Tensor
 from tlt_pipeline.models.architecture import describe, read_config, read_hf_config
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig, Rope
 from tlt_pipeline.models.drafter import Drafter
-from tlt_pipeline.models.drafter_config import own_config, style_of
+from tlt_pipeline.models.drafter_config import style_of
 from tlt_pipeline.models.drafter_files import read_drafter, shape_of
+from tlt_pipeline.models.export_config import own_config
 from tlt_pipeline.models.export_layout import refuse_frozen
 from tlt_pipeline.models.locate import ModelError
 from tlt_pipeline.models.tensor_files import INDEX, WEIGHTS, TensorFiles

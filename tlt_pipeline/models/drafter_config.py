@@ -1,4 +1,5 @@
-"""What config.json says of a drafter: in our folders, and in those that serving engines load.
+"""What config.json says of a drafter: in our folders, and in those that serving engines load (export_config.py writes
+those).
 
     own           what `tlt` trains with and publishes
     plugin        an EAGLE drafter of ours for vLLM with this project beside it (engine/vllm_drafter.py says why)
@@ -17,21 +18,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from tlt_pipeline.models.architecture import check_sizes, describe, parse_config, read_hf_config
+from tlt_pipeline.models.architecture import check_sizes, parse_config, read_hf_config
 from tlt_pipeline.models.dimensions import DecoderConfig, RopeScaling
 from tlt_pipeline.models.locate import ModelError
-
-if TYPE_CHECKING:
-    import torch
 
 Style = Literal["own", "plugin", "flat", "speculators"]
 PLUGIN_ARCHITECTURE = "TltLlamaForCausalLMEagle3"
 """Ends in Eagle3: vLLM then takes the name as it is, and hands over auxiliary hidden states."""
 EAGLE, EAGLE3 = "tlt_eagle", "tlt_eagle3"
-SPECULATORS_VERSION = "0.4.0"
-_AUX = "eagle_aux_hidden_state_layer_ids"
+AUX = "eagle_aux_hidden_state_layer_ids"
 _OF_THE_LAYER = (
     "intermediate_size",
     "num_heads",
@@ -103,82 +100,6 @@ def read_taps(folder: Path, layers: int) -> tuple[int, ...]:
         return _parse_aux(content, layers, folder)
     taps = content.get("taps", ())
     return _check_taps(tuple(taps) if isinstance(taps, list) else (), layers, folder) if taps else ()
-
-
-def own_config(shape: DrafterShape) -> dict[str, Any]:
-    """config.json of one of our folders."""
-    name = {"eagle": "EagleDrafter", "eagle3": "Eagle3Drafter"}[shape.kind]
-    content: dict[str, Any] = {"architectures": [name], "model_type": f"tlt_{shape.kind}", **asdict(shape.layer)}
-    if shape.kind == "eagle3":
-        content |= {
-            "taps": list(shape.taps),
-            "draft_vocab_size": shape.draft_vocab,
-            "norm_before_residual": shape.norm_before_residual,
-        }
-    return content
-
-
-def vllm_config(
-    drafter: DecoderConfig, layers: int, dtype: torch.dtype, draft_vocab: int | None = None
-) -> dict[str, Any]:
-    """config.json of the EAGLE drafter of a policy with so many layers. `draft_vocab`: tokens it may propose; None:
-    all."""
-    own = describe(replace(drafter, tie_word_embeddings=False), dtype)
-    aux = [layers]  # vLLM counts the embedding's output as 0: the last layer's, before the final norm
-    return {
-        **own,
-        "architectures": [PLUGIN_ARCHITECTURE],
-        "draft_vocab_size": draft_vocab or drafter.vocab_size,
-        _AUX: aux,
-        "eagle_config": {_AUX: aux, "use_aux_hidden_state": True},
-        "num_aux_hidden_states": 1,
-        "tlt_drafter": {"layer": "eagle", "policy": {"num_hidden_layers": layers}},
-    }
-
-
-def flat_config(shape: DrafterShape, layers: int, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of an EAGLE-3 drafter for vLLM and SGLang."""
-    content = {
-        **describe(replace(shape.layer, tie_word_embeddings=False), dtype),
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": shape.draft_vocab,
-        "target_hidden_size": shape.layer.hidden_size,
-        "norm_before_residual": shape.norm_before_residual,
-        "num_aux_hidden_states": len(shape.taps),
-        _AUX: list(shape.taps),
-        "tlt_drafter": {"layer": "eagle3", "policy": {"num_hidden_layers": layers}},
-    }
-    if min(shape.taps) > 0:
-        content["eagle_config"] = {_AUX: [tap - 1 for tap in shape.taps], "use_aux_hidden_state": True}
-    return content
-
-
-def speculators_config(shape: DrafterShape, policy: DecoderConfig, name: str, tokens: int, dtype: torch.dtype) -> Any:
-    """config.json of an EAGLE-3 drafter in the format of speculators. `name`: the policy's folder or hub id, `tokens`:
-    proposed a step."""
-    layer = describe(replace(shape.layer, tie_word_embeddings=False), dtype)
-    method = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    verifier = {"name_or_path": name, "architectures": describe(policy)["architectures"]}
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": SPECULATORS_VERSION,
-        "draft_vocab_size": shape.draft_vocab,
-        "norm_before_residual": shape.norm_before_residual,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
-        "target_hidden_size": None,
-        _AUX: list(shape.taps),
-        "dtype": layer["dtype"],
-        "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "proposal_methods": [method],
-            "default_proposal_method": "greedy",
-            "verifier": verifier,
-        },
-    }
 
 
 def _read_own(content: Mapping[str, Any], policy: DecoderConfig, folder: Path) -> DrafterShape:
@@ -279,16 +200,16 @@ def _parse_layer(content: Mapping[str, Any], folder: Path) -> DecoderConfig:
 
 def _parse_aux(content: Mapping[str, Any], layers: int, folder: Path) -> tuple[int, ...]:
     """The taps that a folder of a public format names, or what its engines read where it names none."""
-    ids, counted_from = content.get(_AUX), 0
+    ids, counted_from = content.get(AUX), 0
     if not ids:
-        ids, counted_from = _eagle_config(content, folder).get(_AUX), 1
+        ids, counted_from = _eagle_config(content, folder).get(AUX), 1
     if not ids:
         ids, counted_from = [2, layers // 2, layers - 3], 0
     if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
-        raise ModelError(f"{folder}: {_AUX} must be a list of layers: copy the folder again")
+        raise ModelError(f"{folder}: {AUX} must be a list of layers: copy the folder again")
     taps = _check_taps(tuple(each + counted_from for each in ids), layers, folder)
     if list(taps) != sorted(set(taps)):
-        raise ModelError(f"{folder}: {_AUX} must ascend, its engines read each layer once and in order: {list(taps)}")
+        raise ModelError(f"{folder}: {AUX} must ascend, its engines read each layer once and in order: {list(taps)}")
     return taps
 
 

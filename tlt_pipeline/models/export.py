@@ -7,7 +7,7 @@
     speculators  stock vLLM loads it             as sglang
 
 What an engine computes from these tensors was read in its source and is repeated, in few lines, in the tests. Names and
-shapes are in `export_layout.py`, config.json is in `drafter_config.py`. Beside the weights stand the policy's tokenizer
+shapes are in `export_layout.py`, config.json is in `export_config.py`. Beside the weights stand the policy's tokenizer
 (links) and a model card.
 """
 
@@ -25,16 +25,9 @@ from tlt_pipeline.folders import draft_folder, put_in_place
 from tlt_pipeline.models.architecture import read_hf_config
 from tlt_pipeline.models.decoder import DecoderConfig
 from tlt_pipeline.models.drafter import Drafter
-from tlt_pipeline.models.drafter_config import (
-    PLUGIN_ARCHITECTURE,
-    DrafterShape,
-    Style,
-    flat_config,
-    speculators_config,
-    style_of,
-    vllm_config,
-)
+from tlt_pipeline.models.drafter_config import PLUGIN_ARCHITECTURE, DrafterShape, Style, style_of
 from tlt_pipeline.models.drafter_files import read_drafter, shape_of
+from tlt_pipeline.models.export_config import flat_config, speculators_config, vllm_config
 from tlt_pipeline.models.export_layout import D2T, NORM, T2D, layout_of, table_of
 from tlt_pipeline.models.locate import ModelError
 from tlt_pipeline.models.tensor_files import WEIGHTS
