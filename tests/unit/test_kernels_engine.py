@@ -3,6 +3,8 @@ with the exact layout they don't depend on the batch."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import engine_cases as cases
 import pytest
 import torch
@@ -21,6 +23,8 @@ from tlt_pipeline.engine.strategies import OFF, Fixed, parse_strategy
 from tlt_pipeline.messages import RolloutRequest
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig, initialize
 from tlt_pipeline.models.drafter import DrafterKind
+from tlt_pipeline.models.drafter_config import layer_of
+from tlt_pipeline.models.eagle3 import Eagle3Drafter
 
 TREE = "2x2x4"
 GREEDY, FILTERED = {"temperature": 0.0}, {"temperature": 0.6, "top_k": 9, "top_p": 0.9}
@@ -145,6 +149,38 @@ def test_captured_passes_write_the_same_tokens(device: str, strategy: str, kind:
     # a drafter catches up with a prompt, and an n-gram match is short, in passes of other shapes
     assert set(graphs.eager) <= {"not_planned"}
     assert sum(graphs.replayed.values()) > 3 * sum(graphs.eager.values())
+
+
+@on_every_device
+def test_a_drafter_of_other_dimensions_is_captured_too(device: str):
+    """One that was trained elsewhere (its layer needn't be like the policy's), and one unlike it: that one isn't."""
+    config = policy().config
+    taps = cases.drafter(policy(), kind="eagle3").taps
+    layer = replace(layer_of(config), intermediate_size=40, num_heads=2, num_kv_heads=2, head_dim=8)
+
+    def decode(device: str, recorder: Recorder | None, mixed: bool) -> tuple[Engine, list[Finished]]:
+        engine, finished = engine_for("eagle-2", device, kind="eagle3"), []
+        engine.strategies, engine.recorder = (OFF, parse_strategy("eagle-2")), recorder
+        other = replace(layer, rope_theta=77.0) if mixed else layer
+        drafters = [Eagle3Drafter(config, taps, config.vocab_size, each, True) for each in (layer, other)]
+        for seed, each in enumerate(drafters):
+            initialize(each, torch.Generator().manual_seed(seed), std=0.1)
+        engine.set_drafter(drafters[0].to(device), 1)
+        for request in requests(**GREEDY):
+            engine.submit(request)
+        while engine.running or engine.waiting:
+            finished += engine.step()
+            engine.set_drafter(drafters[engine.drafter_version % 2].to(device), engine.drafter_version + 1)
+        return engine, sorted(finished, key=lambda done: done.request.request_id)
+
+    for mixed in (False, True):
+        _, expected = decode("cpu", None, mixed)
+        with dispatch.interpreted():
+            engine, finished = decode(device, (lambda work: work) if device == "cpu" else None, mixed)
+        assert tokens_of(finished) == tokens_of(expected)
+        assert [done.draft for done in finished] == [done.draft for done in expected], "the drafter proposed the same"
+        assert engine.passes is not None
+        assert "draft" in {key.stage for key in engine.passes.graphs.replayed}
 
 
 @on_every_device

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tlt_pipeline.models.dimensions import DecoderConfig, RopeScaling
 from tlt_pipeline.models.locate import ModelError
@@ -34,14 +34,14 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise ModelError(f"{folder} has no config.json: give a Hugging Face model folder")
     try:
-        content = json.loads(file.read_bytes())
+        content: Any = json.loads(file.read_bytes())
     except OSError as error:
         raise ModelError(f"{file} can't be read ({error.strerror}): see to its permissions") from error
     except ValueError as error:
         raise ModelError(f"{file} is not JSON ({error}): copy the model again") from error
     if not isinstance(content, dict):
         raise ModelError(f"{file} is no JSON object: copy the model again")
-    return content
+    return cast(dict[str, Any], content)
 
 
 def parse_config(content: Mapping[str, Any], origin: str = "config") -> DecoderConfig:
@@ -139,7 +139,7 @@ def _check_supported(content: Mapping[str, Any], origin: str) -> str:
     kind = content.get("model_type")
     if kind not in SUPPORTED:
         raise ModelError(f"{origin}: model_type {kind!r} is not supported: take a dense {', '.join(SUPPORTED)} model")
-    layers = content.get("layer_types") or []
+    layers: list[Any] = content.get("layer_types") or []
     windowed = content.get("use_sliding_window") or any(layer != "full_attention" for layer in layers)
     experts = any(content.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     for found, what in (

@@ -18,7 +18,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from tlt_pipeline.models.architecture import check_sizes, parse_config, read_hf_config
 from tlt_pipeline.models.dimensions import DecoderConfig, RopeScaling
@@ -61,8 +61,7 @@ def layer_of(policy: DecoderConfig) -> DecoderConfig:
 
 def style_of(content: Mapping[str, Any]) -> Style | None:
     """None: no drafter that we know."""
-    named: Any = content.get("architectures")
-    architectures = [str(name) for name in named] if isinstance(named, list) else []
+    architectures = [str(name) for name in _list(content.get("architectures"))]
     if content.get("model_type") in (EAGLE, EAGLE3):
         return "own"
     if PLUGIN_ARCHITECTURE in architectures:
@@ -99,7 +98,7 @@ def read_taps(folder: Path, layers: int) -> tuple[int, ...]:
     if style in ("flat", "speculators"):
         return _parse_aux(content, layers, folder)
     taps = content.get("taps", ())
-    return _check_taps(tuple(taps) if isinstance(taps, list) else (), layers, folder) if taps else ()
+    return _check_taps(tuple(_list(taps)), layers, folder) if taps else ()
 
 
 def _read_own(content: Mapping[str, Any], policy: DecoderConfig, folder: Path) -> DrafterShape:
@@ -115,11 +114,10 @@ def _read_own(content: Mapping[str, Any], policy: DecoderConfig, folder: Path) -
     own["rope_scaling"] = _parse_scaling(own["rope_scaling"], folder)
     layer = replace(expected, **own)
     check_sizes(layer, str(folder))
-    taps = content.get("taps")
     return DrafterShape(
         "eagle3",
         layer,
-        _check_taps(tuple(taps) if isinstance(taps, list) else (), policy.num_layers, folder),
+        _check_taps(tuple(_list(content.get("taps"))), policy.num_layers, folder),
         _check_vocab(content.get("draft_vocab_size"), policy, folder),
         content.get("norm_before_residual", False) is True,
     )
@@ -205,9 +203,9 @@ def _parse_aux(content: Mapping[str, Any], layers: int, folder: Path) -> tuple[i
         ids, counted_from = _eagle_config(content, folder).get(AUX), 1
     if not ids:
         ids, counted_from = [2, layers // 2, layers - 3], 0
-    if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
+    if not _list(ids) or not all(isinstance(each, int) for each in _list(ids)):
         raise ModelError(f"{folder}: {AUX} must be a list of layers: copy the folder again")
-    taps = _check_taps(tuple(each + counted_from for each in ids), layers, folder)
+    taps = _check_taps(tuple(each + counted_from for each in _list(ids)), layers, folder)
     if list(taps) != sorted(set(taps)):
         raise ModelError(f"{folder}: {AUX} must ascend, its engines read each layer once and in order: {list(taps)}")
     return taps
@@ -217,7 +215,7 @@ def _eagle_config(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     found: Any = content.get("eagle_config") or {}
     if not isinstance(found, dict):
         raise ModelError(f"{folder}: eagle_config is no JSON object: copy the folder again")
-    return found
+    return cast(dict[str, Any], found)
 
 
 def _check_taps(taps: tuple[Any, ...], layers: int, folder: Path) -> tuple[int, ...]:
@@ -239,15 +237,21 @@ def _parse_scaling(stored: Any, folder: Path) -> RopeScaling | None:
     if stored is None:
         return None
     names = {field.name for field in fields(RopeScaling)}
-    if not isinstance(stored, dict) or set(stored) != names:
+    given = cast(dict[str, Any], stored) if isinstance(stored, dict) else {}
+    if set(given) != names:
         raise ModelError(f"{folder}: rope_scaling must have {', '.join(sorted(names))}: copy the folder again")
-    return RopeScaling(**stored)
+    return RopeScaling(**given)
 
 
 def _at(content: Mapping[str, Any], folder: Path, *path: str) -> Any:
     found: Any = content
     for key in path:
-        if not isinstance(found, dict) or key not in found:
+        inner: dict[str, Any] = cast(dict[str, Any], found) if isinstance(found, dict) else {}
+        if key not in inner:
             raise ModelError(f"{folder}: config.json lacks {'.'.join(path)!r}: is the folder complete?")
-        found = found[key]
+        found = inner[key]
     return found
+
+
+def _list(value: Any) -> list[Any]:
+    return cast(list[Any], value) if isinstance(value, list) else []
