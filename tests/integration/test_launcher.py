@@ -17,12 +17,13 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.tiny import write_tiny_config
 from tlt_pipeline.bus import Bus
 from tlt_pipeline.bus.journal import read_journal
 from tlt_pipeline.bus.server import find_binary, start_redis
-from tlt_pipeline.config import LimitsConfig, RedisConfig
+from tlt_pipeline.config import LimitsConfig, RedisConfig, load_config
 from tlt_pipeline.messages import REQUESTS, Array, RolloutRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -221,14 +222,16 @@ def test_nothing_survives_a_killed_launcher(run: Run) -> None:
     await_true(lambda: not run.processes(), 10)
 
 
-def test_a_broken_policy_ends_the_run_with_one_line(run: Run) -> None:
-    (run.folder / "broken").mkdir()
-    (run.folder / "broken" / "config.json").write_text("{}")
+def test_a_broken_policy_ends_the_run_with_one_line(run: Run, template: Path) -> None:
+    """One whose files are whole: a torn one is told before anything starts."""
+    shutil.copytree(load_config(template).policy.model, run.folder / "broken")
+    file = run.folder / "broken" / "model.safetensors"
+    save_file({name: each for name, each in load_file(file).items() if name != "model.norm.weight"}, file)
     launcher = run.start("policy.model=./broken")
     assert launcher.wait(120) == 2
     last = run.said.strip().splitlines()[-1]
     assert last.startswith("tlt: learner: ")
-    assert "broken" in last
+    assert "broken" in last and "lack model.norm.weight" in last
     assert "Traceback" not in run.said
     assert run.processes() == []
 
