@@ -13,7 +13,7 @@ import torch
 from tlt_pipeline.config import ConfigError, EngineConfig, SpeculationConfig, validate_config
 from tlt_pipeline.engine.vllm_engine import draft_stats
 from tlt_pipeline.engine.vllm_memory import release_pages
-from tlt_pipeline.engine.vllm_settings import speculative_arguments
+from tlt_pipeline.engine.vllm_settings import speculative_arguments, temperature_objection
 from tlt_pipeline.engine.vllm_steering import Steering
 from tlt_pipeline.engine.vllm_version import installed_vllm, require_vllm
 from tlt_pipeline.messages import DrafterUse
@@ -116,3 +116,11 @@ def test_without_vllm_a_line_says_what_to_do():
 def test_the_engine_loads_without_vllm():
     code = "import sys, tlt_pipeline.engine.vllm_engine; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_temperatures_that_vllm_refuses_have_a_remedy():
+    assert [temperature_objection(T) for T in (0.0, 0.01, 1.0, 2.0)] == [None] * 4
+    for T in (0.001, 5.0):
+        objection = temperature_objection(T)
+        assert objection is not None
+        assert "engine.type: native" in objection

@@ -68,12 +68,12 @@ def _chains(stage):
 
 @pytest.mark.parametrize("speculates", [True, False], ids=["speculation", "off"])
 async def test_samples_have_the_policys_distribution(stage, engine, speculates):
-    """The first token, and the second after the most frequent first ones, against their probabilities: chi-square."""
+    """Two temperatures in one batch. The first token, and the second after the most frequent first ones, against their
+    probabilities: chi-square."""
     _steer(engine, chain("eagle", DEPTH) if speculates else OFF)
-    text, number, T = QUESTIONS[1], 640, 5.0
-    prompt = stage.tokenizer.encode(text)
+    text, number, temperatures = QUESTIONS[1], 1536, (2.0, 1.2)
     requests = [
-        stage.request(f"{speculates}{i}", text, 1, temperature=T, max_new_tokens=4, stop_token_ids=())
+        stage.request(f"{speculates}{i}", text, 1, temperature=temperatures[i % 2], max_new_tokens=4, stop_token_ids=())
         for i in range(number)
     ]
     done = []
@@ -81,29 +81,42 @@ async def test_samples_have_the_policys_distribution(stage, engine, speculates):
         done += await stage.answer(engine, requests[start : start + MAX_BATCH])
     _steer(engine, chain("eagle", DEPTH))
     assert (sum(each.draft.drafts for each in done) > 0) == speculates
-    firsts = Counter(each.tokens[0] for each in done)
-    with torch.inference_mode():
-        statistic, bins = 0.0, 0
-        for first, count in firsts.most_common(6):
-            logits_TV = stage.policy(torch.tensor([[*prompt, first]]))[0]
-            statistic, bins = _add_chi(
-                statistic, bins, logits_TV[-1] / T, [e.tokens[1] for e in done if e.tokens[0] == first], count
-            )
-        statistic, bins = _add_chi(statistic, bins, logits_TV[-2] / T, [e.tokens[0] for e in done], number)
+    prompt, statistic, bins = stage.tokenizer.encode(text), 0.0, 0
+    for T in temperatures:
+        draws = [each for each in done if each.request.sampling.temperature == T]
+        one, more = _chi_square(stage.policy, prompt, T, [each.tokens for each in draws])
+        statistic, bins = statistic + one, bins + more
     assert bins >= 20
     # Wilson and Hilferty's approximation: 5 standard deviations
     z = ((statistic / bins) ** (1 / 3) - (1 - 2 / (9 * bins))) / (2 / (9 * bins)) ** 0.5
-    assert z < 5, f"chi-square {statistic:.0f} of {bins} degrees of freedom"
+    assert z < 5, f"chi-square {statistic:.0f} of {bins} degrees of freedom, {z:.1f} standard deviations"
     for each in done[:20]:
+        T = each.request.sampling.temperature
         with torch.inference_mode():
             logits_TV = stage.policy(torch.tensor([[*prompt, *each.tokens]]))[0, len(prompt) - 1 : -1] / T
         wanted = logits_TV.log_softmax(-1)[torch.arange(len(each.tokens)), each.tokens]
         assert each.logprobs == pytest.approx(wanted.tolist(), abs=1e-3)
 
 
+@torch.inference_mode()
+def _chi_square(policy, prompt, T, answers):
+    """-> (chi-square, degrees of freedom) of the answers' first two tokens."""
+    firsts, statistic, bins = Counter(tokens[0] for tokens in answers), 0.0, 0
+    logits_V = policy(torch.tensor([prompt]))[0, -1]
+    statistic, bins = _add_chi(statistic, bins, logits_V / T, [tokens[0] for tokens in answers], len(answers))
+    for first, count in firsts.most_common(4):
+        logits_V = policy(torch.tensor([[*prompt, first]]))[0, -1]
+        seconds = [tokens[1] for tokens in answers if tokens[0] == first]
+        statistic, bins = _add_chi(statistic, bins, logits_V / T, seconds, count)
+    return statistic, bins
+
+
 def _steer(engine, strategy):
+    """For batches of every size."""
     engine.steering.choice = Fixed(strategy)
     engine.steering._depths.clear()
+    for exponent in range(MAX_BATCH.bit_length()):
+        engine.steering.steer(1 << exponent)
 
 
 def _add_chi(statistic, bins, logits_V, drawn, number):
@@ -169,9 +182,12 @@ async def test_stale_weights_are_noticed(stage, engine):
 
 
 async def test_requests_that_do_not_fit_are_refused(stage, engine):
-    engine.submit([stage.request("long", QUESTIONS[0], 1, max_new_tokens=4000), stage.request("old", "1", 7)])
+    long = stage.request("long", QUESTIONS[0], 1, max_new_tokens=4000)
+    engine.submit([long, stage.request("old", "1", 7), stage.request("hot", "1", 1, temperature=5.0)])
     assert "raise engine.max_context" in stage.refused["long"]
     assert "policy version 7" in stage.refused["old"]
+    assert "from 0.01 to 2, not at 5" in stage.refused["hot"]
+    assert not engine.running
 
 
 async def test_an_idle_engine_gives_memory_back_and_goes_on(stage, engine):

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tlt_pipeline.config import RunConfig
+from tlt_pipeline.config import ConfigError, RunConfig
 from tlt_pipeline.engine.accounts import StrategyAccount
 from tlt_pipeline.engine.results import Finished
 from tlt_pipeline.engine.rollout_engine import OnOutput, Output
@@ -27,6 +27,7 @@ from tlt_pipeline.engine.vllm_settings import (
     engine_arguments,
     engine_environment,
     sampling_arguments,
+    temperature_objection,
     write_drafter_config,
 )
 from tlt_pipeline.engine.vllm_steering import Steering, make_logger
@@ -80,8 +81,11 @@ class VllmEngine:
         seed: int = 0,
     ) -> VllmEngine:
         """Starts vLLM with this policy version. `scratch`: a folder of this engine's own. Raises ConfigError: vLLM
-        isn't here, or another one."""
+        isn't here, or another one, or can't draw at `rollout.temperature`."""
         require_vllm()
+        objection = temperature_objection(config.rollout.temperature)
+        if objection is not None:
+            raise ConfigError(f"rollout.temperature: {objection}")
         folder = store.folder("policy", version)
         engine = cls(config, read_config(folder), tokenizer, on_output, scratch, seed)
         try:
@@ -142,7 +146,7 @@ class VllmEngine:
             return f"the prompt of {request.request_id} has no tokens, or some that are no ids below {vocab}"
         if total > limit:
             return f"prompt and answer of up to {total} tokens exceed the context of {limit}: raise engine.max_context"
-        return None
+        return temperature_objection(request.sampling.temperature)
 
     def abort(self, request_ids: list[str]) -> None:
         """Drops answers that are being written; nothing is said of them any more."""
@@ -211,10 +215,10 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         started, drafters = time.time(), [self.drafter_version]
-        params = SamplingParams(
-            **sampling_arguments(request.sampling, request.seed), output_kind=RequestOutputKind.FINAL_ONLY
-        )
         try:
+            params = SamplingParams(
+                **sampling_arguments(request.sampling, request.seed), output_kind=RequestOutputKind.FINAL_ONLY
+            )
             await self._awake()
             last: Any = None
             stream = self._llm.generate(

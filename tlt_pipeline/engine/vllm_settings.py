@@ -21,6 +21,8 @@ from tlt_pipeline.models.dtypes import choose_device, choose_dtype
 from tlt_pipeline.models.export import vllm_config
 
 EXTENSION = "tlt_pipeline.engine.vllm_weights.WorkerExtension"
+TEMPERATURES = (0.01, 2.0)
+"""vLLM's limits, beside 0."""
 
 
 def write_drafter_config(policy: DecoderConfig, dtype: torch.dtype, folder: Path) -> Path:
@@ -123,3 +125,13 @@ def sampling_arguments(sampling: Sampling, seed: int) -> dict[str, Any]:
         "detokenize": bool(sampling.stop),
         "logprobs": 0,
     }
+
+
+def temperature_objection(temperature: float) -> str | None:
+    """Why vLLM can't draw at this temperature. (It raises a low one to its limit with a warning, and refuses others.)"""
+    low, high = TEMPERATURES
+    if temperature == 0 or low <= temperature <= high:
+        return None
+    return (
+        f"vLLM draws at temperatures of 0 and from {low:g} to {high:g}, not at {temperature:g}: engine.type: native can"
+    )
