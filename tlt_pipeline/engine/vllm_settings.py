@@ -128,7 +128,7 @@ def sampling_arguments(sampling: Sampling, seed: int) -> dict[str, Any]:
 
 
 def temperature_objection(temperature: float) -> str | None:
-    """Why vLLM can't draw at this temperature. (It raises a low one to its limit with a warning, and refuses others.)"""
+    """Why vLLM can't draw at this temperature (a low one it would raise to its limit, with a warning)."""
     low, high = TEMPERATURES
     if temperature == 0 or low <= temperature <= high:
         return None
