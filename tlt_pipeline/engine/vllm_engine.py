@@ -167,6 +167,8 @@ class VllmEngine:
         async with self._loading:
             await self._wake()
             await self._give_drafter(store, published)
+            if not self._answers:  # else vLLM keeps it: cached prompts have the drafter's keys and values too
+                await self._llm.reset_prefix_cache()
             self._loaded_drafter, self.drafter_version = (store, published), published.version
             self.steering.new_drafter()
 
