@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
-from tlt_pipeline.blobs import BlobStore
+from tlt_pipeline.blobs import BlobStore, FileBlobs
 from tlt_pipeline.config import RunConfig, SpeculationConfig, load_config
 from tlt_pipeline.drafter.batching import Batch, DocumentAttention, cut, pack
 from tlt_pipeline.drafter.losses import FrozenParts, feature_loss, soft_cross_entropy
@@ -67,7 +67,7 @@ def main(config_file: Path, overrides: list[str], json_path: Path | None) -> int
     engine, requests = _open(config)
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="tlt-bench-") as folder:
-        streaming = Streaming(engine, requests, config, BlobStore(Path(folder) / "blobs"))
+        streaming = Streaming(engine, requests, config, FileBlobs(Path(folder) / "blobs"))
         report["streaming"] = asyncio.run(streaming.measure())
         trainer = _trainer(engine, config, streaming.documents())
         report["packing"] = measure_packing(trainer)

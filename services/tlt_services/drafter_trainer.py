@@ -28,7 +28,7 @@ from typing import TypeVar
 import torch
 
 from tlt_pipeline.actor import Actor, run_service
-from tlt_pipeline.blobs import open_hidden_states
+from tlt_pipeline.blobs import check_shard_size, open_hidden_states
 from tlt_pipeline.drafter.budget import Budget
 from tlt_pipeline.drafter.intake import ShardIntake
 from tlt_pipeline.drafter.judging import Judgement
@@ -125,10 +125,12 @@ class SpotTrainer:
         published = await choose_first_drafter(actor, store, policy)
         loop = asyncio.get_running_loop()
         trainer, decoder = await loop.run_in_executor(thread, open_trainer, actor, store, policy, published)
-        blobs = open_hidden_states(actor.config.hidden_states, RunDir(actor.run_dir))
+        taps = trainer.drafter.taps
+        check_shard_size(actor.config.hidden_states, (len(taps) + 1) * decoder.hidden_size)
+        blobs = open_hidden_states(actor.config.hidden_states, RunDir(actor.run_dir), actor.redis_url)
         dtype = choose_dtype(actor.config.engine.dtype, trainer.device)
         load = partial(store.load_policy, dtype=dtype, device=trainer.device)
-        intake = ShardIntake(blobs, trainer.buffer, decoder, actor.config, load, trainer.drafter.taps)
+        intake = ShardIntake(blobs, trainer.buffer, decoder, actor.config, load, taps)
         actor.gauges.update(policy_version=policy.version, drafter_version=published.version)
         actor.log.info("trainer ready", drafter_version=published.version, device=str(trainer.device))
         return cls(actor, trainer, intake, Versions(actor, store, trainer, thread), group)

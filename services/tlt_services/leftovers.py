@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from tlt_pipeline.blobs import BlobStore, hidden_states_root
+from tlt_pipeline.blobs import FileBlobs, hidden_states_root
 from tlt_pipeline.config import ConfigError, RunConfig
 from tlt_pipeline.rundir import RunDir, RunDirError, StorageError, storing
 
@@ -42,7 +42,10 @@ def sole_launcher(run: RunDir) -> Generator[None]:
 @contextlib.contextmanager
 def holding_shards(config: RunConfig, run: RunDir) -> Generator[None]:
     """The run's folder of hidden states, while its processes need it. A run that has ended has none, one that was
-    stopped keeps them on disk. Raises as `claim_shards`."""
+    stopped keeps them on disk. In Redis they stay where they are. Raises as `claim_shards`."""
+    if config.hidden_states.store == "redis":
+        yield
+        return
     claim_shards(config, run)
     try:
         yield
@@ -97,7 +100,7 @@ def _remove(link: Path) -> None:
 def _move(source: Path, target: Path) -> None:
     """Whole blobs only; one that is there already is the same."""
     if source.is_dir():
-        for name in BlobStore(source).names():
+        for name in FileBlobs(source).names():
             shutil.move(source / name, target / name)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,10 +103,10 @@ class Scheduler:
         config, run = actor.config, RunDir(actor.run_dir)
         tasks = await asyncio.to_thread(TaskMix, config.task, config.seed)
         settings = Settings.of(config, len(tasks.held_out()) if config.task.eval_every else 0)
-        blobs, log = open_hidden_states(config.hidden_states, run), RunLog(run, config)
+        blobs, log = open_hidden_states(config.hidden_states, run, actor.redis_url), RunLog(run, config)
         saved = await actor.bus.load_state(STATE_KEY)
         if saved is None:
-            _clear(blobs)
+            await asyncio.to_thread(_clear, blobs)
             known = max((record.drafter_version for record in log.read().values()), default=0)
             state = initial_state(settings, time.time(), drafter_floor=known)
         else:
@@ -243,14 +243,26 @@ class Scheduler:
         return [Outgoing(m.REQUESTS, request) for request in requests]
 
     def _delete_blobs(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.blobs.delete(name)
+        with self._tidying():
+            for name in names:
+                self.blobs.delete(name)
 
     def _remove_orphans(self) -> None:
-        orphans = self.blobs.remove_unknown({shard.blob for shard in self.state.shards})
+        orphans = 0
+        with self._tidying():
+            orphans = self.blobs.remove_unknown({shard.blob for shard in self.state.shards})
         if orphans:
             self.actor.metrics.count_skipped("hidden_states_orphaned", orphans)
             self.actor.log.info("hidden states of a worker that died removed", shards=orphans)
+
+    @contextlib.contextmanager
+    def _tidying(self) -> Generator[None]:
+        """Shards that a Redis in trouble keeps are collected later, or go with their ttl: not worth the run."""
+        try:
+            yield
+        except BusError as error:
+            self.actor.metrics.count_skipped("hidden_states_not_deleted")
+            self.actor.log.warning("hidden states not deleted", reason=str(error))
 
     def _shutdowns(self, reason: str) -> list[Outgoing]:
         slots = range(len(self.state.slots))
@@ -263,7 +275,8 @@ class Scheduler:
             if isinstance(message, m.WeightsPublished):
                 state = note_weights(state, message)  # drafters of the last moment count too
         summary = await asyncio.to_thread(self.run_log.summarise, state.trained, state.account, state.evals)
-        _clear(self.blobs)
+        with self._tidying():
+            await asyncio.to_thread(_clear, self.blobs)
         shown = ("steps", "reward_first", "reward_last", "acceptance_length_last", "dead_letters")
         self.actor.log.info("run complete", **{name: round(summary[name], 4) for name in shown})
 

@@ -29,7 +29,7 @@ class Settling:
         self.actor, self.bus, self.slot, self.tokenizer = actor, actor.bus, actor.slot, tokenizer
         self.claim: Claim = claim
         self.verifiers = VerifierPool(actor.config.task)
-        blobs = open_hidden_states(actor.config.hidden_states, RunDir(actor.run_dir))
+        blobs = open_hidden_states(actor.config.hidden_states, RunDir(actor.run_dir), actor.redis_url)
         self.shards = ShardStream(blobs, actor.config.hidden_states, actor.slot, actor.worker)
         self.held: dict[str, Delivery] = {}
         """Requests that this worker holds and has not settled, by request id."""

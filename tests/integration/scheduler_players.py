@@ -85,7 +85,7 @@ class Players:
         self.orders: list[m.TrainStep] = []
         self.shards: set[str] = set()
         self.ended: Counter[str] = Counter()
-        self.blobs = open_hidden_states(config.hidden_states, run)
+        self.blobs = open_hidden_states(config.hidden_states, run, url)
 
     @asynccontextmanager
     async def at_work(self) -> AsyncIterator[None]:

@@ -19,7 +19,7 @@ import torch
 from tests.integration.conftest import wait_until
 from tests.tiny import tiny_settings, write_tiny_policy
 from tlt_pipeline import messages as m
-from tlt_pipeline.blobs import BlobStore, open_hidden_states
+from tlt_pipeline.blobs import FileBlobs, hidden_states_root
 from tlt_pipeline.bus import Bus
 from tlt_pipeline.bus.server import find_binary, start_redis
 from tlt_pipeline.config import RedisConfig, RunConfig, dump_config, validate_config
@@ -47,7 +47,7 @@ class Run:
     def __init__(self, root: Path, config: RunConfig, bus: Bus) -> None:
         self.root, self.config, self.bus = root, config, bus
         self.weights = WeightStore.of_run(root, config)
-        self.blobs: BlobStore = open_hidden_states(config.hidden_states, RunDir(root))
+        self.blobs = FileBlobs(hidden_states_root(config.hidden_states, RunDir(root)))
         self.policy: Decoder = load_decoder(config.policy.model)
         initialize(self.policy, torch.Generator().manual_seed(0), std=0.25)  # surer than the file's: to be learned
         self.seen: list[m.WorkerEvent] = []

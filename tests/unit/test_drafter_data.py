@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load, save
 
 from tests.unit.drafter_cases import config, document, one_thread, policy, whole_answers, written  # noqa: F401
-from tlt_pipeline.blobs import BlobStore
+from tlt_pipeline.blobs import FileBlobs
 from tlt_pipeline.config import HiddenStatesConfig
 from tlt_pipeline.drafter.batching import cut, pack, pair_weights, split_documents
 from tlt_pipeline.drafter.buffer import DocumentBuffer
@@ -24,15 +24,15 @@ from tlt_pipeline.weights import WeightsMissing
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> BlobStore:
-    return BlobStore(tmp_path / "blobs")
+def store(tmp_path: Path) -> FileBlobs:
+    return FileBlobs(tmp_path / "blobs")
 
 
 def make_buffer(**settings) -> DocumentBuffer:
     return DocumentBuffer(**{"keep_steps": 2, "byte_limit": 1 << 30, "held_out_share": 0.1, "seed": 0, **settings})
 
 
-def make_intake(store: BlobStore, buffer: DocumentBuffer, **hidden_states) -> ShardIntake:
+def make_intake(store: FileBlobs, buffer: DocumentBuffer, **hidden_states) -> ShardIntake:
     """Policy 0 is there, other versions are not."""
 
     def load_policy(version: int) -> Decoder:
@@ -55,7 +55,7 @@ def shard_of(blob: BlobRef, version: int = 0, held_out: bool = False) -> HiddenS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shard_comes_back_as_written(store: BlobStore, dtype: torch.dtype) -> None:
+def test_shard_comes_back_as_written(store: FileBlobs, dtype: torch.dtype) -> None:
     documents = [document(5, position=7, prompt=2), document(3, first_token=40), document(1)]
     documents = [Document(each.token_ids, each.hidden.to(dtype), each.loss_mask, each.position) for each in documents]
     back = read_shard(store, write_shard(store, documents, "one"))
@@ -66,7 +66,7 @@ def test_shard_comes_back_as_written(store: BlobStore, dtype: torch.dtype) -> No
         assert torch.equal(found.loss_mask, wanted.loss_mask)
 
 
-def test_what_is_no_shard_is_refused(store: BlobStore) -> None:
+def test_what_is_no_shard_is_refused(store: FileBlobs) -> None:
     good = load(store.read(write_shard(store, [document(4), document(4)], "good")))
     hidden = good["hidden"].clone()
     hidden[1, 1] = float("nan")
@@ -245,7 +245,7 @@ def test_documents_without_a_pair_are_left_out() -> None:
 # --- intake -------------------------------------------------------------------------------------------------------
 
 
-def test_unusable_shards_are_dropped_with_their_reason(store: BlobStore) -> None:
+def test_unusable_shards_are_dropped_with_their_reason(store: FileBlobs) -> None:
     buffer = make_buffer()
     intake = make_intake(store, buffer)
     good = shard_of(write_shard(store, [document(10)], "good"), version=5)
@@ -264,7 +264,7 @@ def test_unusable_shards_are_dropped_with_their_reason(store: BlobStore) -> None
     assert len(buffer) == 1
 
 
-def test_shards_left_by_a_stop_are_taken_later(store: BlobStore) -> None:
+def test_shards_left_by_a_stop_are_taken_later(store: FileBlobs) -> None:
     buffer, intake = make_buffer(), make_intake(store, make_buffer())
     shards = [shard_of(write_shard(store, [document(10)], f"s{number}")) for number in range(3)]
     assert intake.take(shards, should_stop=lambda: True) == shards
@@ -277,7 +277,7 @@ def test_shards_left_by_a_stop_are_taken_later(store: BlobStore) -> None:
 # --- recomputing --------------------------------------------------------------------------------------------------
 
 
-def test_recomputed_states_are_those_that_the_rollout_had(store: BlobStore) -> None:
+def test_recomputed_states_are_those_that_the_rollout_had(store: FileBlobs) -> None:
     """Tokens alone go into the shard; what comes out is what was streamed, in bfloat16."""
     wanted = whole_answers()
     alone = [replace(each, hidden=each.hidden[:, :0]) for each in wanted]
@@ -296,7 +296,7 @@ def test_recomputed_states_are_those_that_the_rollout_had(store: BlobStore) -> N
         torch.testing.assert_close(back.hidden, each.hidden, atol=0.02, rtol=0.02)
 
 
-def test_of_a_long_answer_the_part_to_be_trained_on_is_kept(store: BlobStore) -> None:
+def test_of_a_long_answer_the_part_to_be_trained_on_is_kept(store: FileBlobs) -> None:
     (whole,) = sorted(whole_answers(), key=len)[-1:]
     mask = torch.zeros(len(whole), dtype=torch.uint8)
     mask[20:28] = 1
@@ -309,7 +309,7 @@ def test_of_a_long_answer_the_part_to_be_trained_on_is_kept(store: BlobStore) ->
     torch.testing.assert_close(kept.hidden, whole.hidden[19:28], atol=0.02, rtol=0.02)
 
 
-def test_without_the_policy_that_wrote_it_a_shard_is_dropped_with_the_reason(store: BlobStore) -> None:
+def test_without_the_policy_that_wrote_it_a_shard_is_dropped_with_the_reason(store: FileBlobs) -> None:
     alone = replace(whole_answers()[0], hidden=whole_answers()[0].hidden[:, :0])
     intake = make_intake(store, make_buffer())
     assert intake.take([shard_of(write_shard(store, [alone], "tokens"), version=7)]) == []

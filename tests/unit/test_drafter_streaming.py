@@ -9,7 +9,7 @@ import torch
 
 from tests.unit import engine_cases
 from tests.unit.drafter_cases import one_thread, policy  # noqa: F401
-from tlt_pipeline.blobs import BlobStore
+from tlt_pipeline.blobs import FileBlobs
 from tlt_pipeline.config import ConfigError, HiddenStatesConfig, validate_config
 from tlt_pipeline.drafter.shards import Document, read_shard
 from tlt_pipeline.drafter.streaming import ShardStream
@@ -21,11 +21,11 @@ SIZE = 8
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> BlobStore:
-    return BlobStore(tmp_path / "blobs")
+def store(tmp_path: Path) -> FileBlobs:
+    return FileBlobs(tmp_path / "blobs")
 
 
-def stream_of(store: BlobStore, **settings) -> ShardStream:
+def stream_of(store: FileBlobs, **settings) -> ShardStream:
     defaults = {"chunk_tokens": 4, "shard_tokens": 1, "held_out_share": 0.0}
     return ShardStream(store, HiddenStatesConfig(**{**defaults, **settings}), 0, "rollout-0")
 
@@ -36,11 +36,11 @@ def piece(request: RolloutRequest, start: int, length: int = 4, rejections: int 
     return FeaturePiece(request, start, tokens, features, max(request.prompt.length, start), rejections)
 
 
-def documents_of(store: BlobStore, shards: list[HiddenShard]) -> list[Document]:
+def documents_of(store: FileBlobs, shards: list[HiddenShard]) -> list[Document]:
     return [document for shard in shards for document in read_shard(store, shard.blob)]
 
 
-def test_states_leave_in_half_precision_while_the_answer_is_written(store: BlobStore) -> None:
+def test_states_leave_in_half_precision_while_the_answer_is_written(store: FileBlobs) -> None:
     stream, request = stream_of(store), engine_cases.request(0)
     (shard,) = stream.add(piece(request, 0, length=9))
     (document,) = documents_of(store, [shard])
@@ -50,7 +50,7 @@ def test_states_leave_in_half_precision_while_the_answer_is_written(store: BlobS
     assert stream.end(request, [1, 2]) == [] and stream.flush() == [] and not stream.counts
 
 
-def test_of_a_long_answer_half_leaves_at_once_and_half_where_drafts_were_rejected(store: BlobStore) -> None:
+def test_of_a_long_answer_half_leaves_at_once_and_half_where_drafts_were_rejected(store: FileBlobs) -> None:
     stream, request = stream_of(store, tokens_per_answer=16), engine_cases.request(0)
     rejections = [0, 0, 1, 3, 0, 0, 2, 0]
     early = [shard for n, count in enumerate(rejections) for shard in stream.add(piece(request, 4 * n, 4, count))]
@@ -60,7 +60,7 @@ def test_of_a_long_answer_half_leaves_at_once_and_half_where_drafts_were_rejecte
     assert stream.counts == {"over_tokens_per_answer": 4}
 
 
-def test_answers_are_sampled_by_their_name_and_evaluations_left_alone(store: BlobStore) -> None:
+def test_answers_are_sampled_by_their_name_and_evaluations_left_alone(store: FileBlobs) -> None:
     stream = stream_of(store, sample_rate=0.3)
     requests = [engine_cases.request(number) for number in range(100)]
     kept = {request.request_id for request in requests if stream.add(piece(request, 0))}
@@ -73,7 +73,7 @@ def test_answers_are_sampled_by_their_name_and_evaluations_left_alone(store: Blo
     assert stream.counts == {"not_sampled": 100 - len(kept)}
 
 
-def test_where_the_folder_is_full_what_is_worth_most_is_kept(store: BlobStore) -> None:
+def test_where_the_folder_is_full_what_is_worth_most_is_kept(store: FileBlobs) -> None:
     """Room for two of four pieces: those with rejections, and of the others the one farthest in its answer."""
     size = 4 * (SIZE * 2 + 5)
     stream = stream_of(store, shard_tokens=16, bytes_quota=int(2.5 * size / 1.25))
@@ -87,7 +87,7 @@ def test_where_the_folder_is_full_what_is_worth_most_is_kept(store: BlobStore) -
     assert stream.add(piece(engine_cases.request(10), 0)) == [] and len(stream.flush()) == 1
 
 
-def test_what_cannot_be_written_is_counted_and_ends_nothing(store: BlobStore) -> None:
+def test_what_cannot_be_written_is_counted_and_ends_nothing(store: FileBlobs) -> None:
     stream = stream_of(store)
     store.root.rmdir()
     assert stream.add(piece(engine_cases.request(0), 0)) == []
@@ -96,7 +96,7 @@ def test_what_cannot_be_written_is_counted_and_ends_nothing(store: BlobStore) ->
     assert len(stream.add(piece(engine_cases.request(0), 4))) == 1
 
 
-def test_shards_say_what_they_are_worth(store: BlobStore) -> None:
+def test_shards_say_what_they_are_worth(store: FileBlobs) -> None:
     def worth(start: int, rejections: int) -> float:
         (shard,) = stream_of(store).add(piece(engine_cases.request(0), start, 4, rejections))
         return shard.worth
@@ -105,7 +105,7 @@ def test_shards_say_what_they_are_worth(store: BlobStore) -> None:
     assert worth(40, 0) < worth(40, 1) < worth(40, 4)
 
 
-def test_tokens_alone_are_the_whole_answer_or_the_way_to_a_part_of_it(store: BlobStore) -> None:
+def test_tokens_alone_are_the_whole_answer_or_the_way_to_a_part_of_it(store: FileBlobs) -> None:
     request, tokens = engine_cases.request(0), list(range(10, 40))
     sequence = [*request.prompt.tolist(), *tokens]
     (shard,) = stream_of(store, source="recompute").end(request, tokens)

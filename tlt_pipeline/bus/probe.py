@@ -47,7 +47,7 @@ def probe(url: str, timeout_s: float) -> str:
     """Waits up to `timeout_s` for the server; its name and version. Blocks. Raises RedisUnusable."""
     address = redact_url(url)
     deadline = time.monotonic() + timeout_s
-    client = _connect(url, address)
+    client = connect(url, address, connect_timeout_s=2.0, timeout_s=5.0)
     try:
         while True:
             try:
@@ -62,15 +62,17 @@ def probe(url: str, timeout_s: float) -> str:
         client.close()
 
 
-def _connect(url: str, address: str) -> Any:
+def connect(url: str, address: str, *, connect_timeout_s: float, timeout_s: float) -> Any:
+    """A client that blocks, repeats nothing, and leaves replies as RESP2 gives them. Raises RedisUnusable: malformed
+    URL."""
     factory: Any = redis.Redis
     try:
         client = factory.from_url(
             url,
             protocol=2,
             retry=Retry(NoBackoff(), 0),
-            socket_timeout=5.0,
-            socket_connect_timeout=2.0,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=connect_timeout_s,
             driver_info=None,
         )
     except (ValueError, TypeError):

@@ -92,3 +92,10 @@ class Keys:
 
     def buried(self, stream: str, entry_id: str) -> str:
         return f"tlt:{self.run_id}:buried:{stream}:{entry_id}"
+
+    def blob(self, name: str) -> str:
+        return f"tlt:{self.run_id}:blob:{name}"
+
+    def blobs(self) -> str:
+        """Their names and sizes."""
+        return f"tlt:{self.run_id}:blobs"

@@ -50,8 +50,26 @@ class HiddenStatesConfig(Section):
     bytes_quota: Positive = 512 * 1024 * 1024
     """Of the shards kept (a quarter more until the scheduler has chosen what goes), and of a trainer's memory."""
     held_out_share: Share = 0.1
+    store: Literal["files", "redis"] = "files"
+    """files: shards in a folder that all processes of the run see. redis: for machines that share none; shards of some
+    MB at most, so small policies."""
     root: str | None = None
     """Folder of the shards; None: memory-backed (/dev/shm) where there is room, else the run directory."""
+    ttl_s: Annotated[float, Field(ge=1)] = 3600.0
+    """A shard in Redis is gone after so long: longer than drafter.train.keep_steps steps take."""
+
+    @property
+    def bytes_limit(self) -> int:
+        """Of all shards at any moment: old ones stay until the scheduler has heard of the new ones."""
+        return self.bytes_quota + self.bytes_quota // 4
+
+    @model_validator(mode="after")
+    def _has_one_place(self) -> Self:
+        if self.store == "redis" and self.root is not None:
+            raise ValueError(
+                f"root ({self.root}) is a folder, and store: redis needs none: set root to null, or store to files"
+            )
+        return self
 
     @model_validator(mode="after")
     def _holds_pieces(self) -> Self:

@@ -10,6 +10,7 @@ from math import inf
 import structlog
 
 from tlt_pipeline.blobs import BlobCorrupt, BlobMissing, BlobStore
+from tlt_pipeline.bus import BusError
 from tlt_pipeline.config import RunConfig
 from tlt_pipeline.drafter.batching import cut
 from tlt_pipeline.drafter.buffer import DocumentBuffer
@@ -19,12 +20,18 @@ from tlt_pipeline.messages import HiddenShard
 from tlt_pipeline.models.decoder import Decoder, DecoderConfig
 from tlt_pipeline.weights import WeightsMissing
 
-_REASONS = {BlobMissing: "missing", BlobCorrupt: "corrupt", WeightsMissing: "policy_missing"}
+_REASONS = {
+    BlobMissing: "missing",
+    BlobCorrupt: "corrupt",
+    BusError: "unreachable",
+    WeightsMissing: "policy_missing",
+}
 _log = structlog.get_logger("tlt.drafter")
 
 
 class ShardIntake:
-    """`counts`: shards by what became of them: read, known, too_old, missing, corrupt, policy_missing, invalid."""
+    """`counts`: shards by what became of them: read, known, too_old, missing, corrupt,
+    unreachable, policy_missing, invalid."""
 
     def __init__(
         self,
@@ -71,7 +78,7 @@ class ShardIntake:
             return True
         try:
             documents = self._read(shard, should_stop)
-        except (BlobMissing, BlobCorrupt, ShardInvalid, WeightsMissing) as error:
+        except (BlobMissing, BlobCorrupt, BusError, ShardInvalid, WeightsMissing) as error:
             reason = _REASONS.get(type(error), "invalid")
             self.counts[reason] += 1
             self._known[shard.shard_id] = shard.policy_version

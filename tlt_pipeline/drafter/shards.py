@@ -60,7 +60,8 @@ class Document:
 def write_shard(store: BlobStore, documents: Sequence[Document], name: str) -> BlobRef:
     """Writes the documents as blob `name` and returns its claim check.
 
-    Raises ShardInvalid for no documents, or ones whose lengths, sizes or dtypes don't fit together."""
+    Raises ShardInvalid for no documents, or ones whose lengths, sizes or dtypes don't fit together;
+    the store's errors."""
     if not documents:
         raise ShardInvalid("a shard needs at least one document")
     sizes = [len(document) for document in documents]
@@ -82,7 +83,7 @@ def write_shard(store: BlobStore, documents: Sequence[Document], name: str) -> B
 def read_shard(store: BlobStore, ref: BlobRef) -> list[Document]:
     """The documents of a shard, in the order they were written; tensors are views of one buffer.
 
-    Raises BlobMissing or BlobCorrupt (from the store), ShardInvalid for content that is no shard."""
+    Raises BlobMissing, BlobCorrupt or BusError (from the store), ShardInvalid for content that is no shard."""
     try:
         tensors = load(store.read(ref))
     except SafetensorError as error:

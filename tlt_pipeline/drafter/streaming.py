@@ -18,15 +18,14 @@ from dataclasses import dataclass, field
 import structlog
 import torch
 
-from tlt_pipeline.blobs import BlobStore
+from tlt_pipeline.blobs import BlobStore, BlobTooLarge
+from tlt_pipeline.bus import BusError
 from tlt_pipeline.config import HiddenStatesConfig
 from tlt_pipeline.drafter.shards import Document, write_shard
 from tlt_pipeline.engine.results import FeaturePiece
 from tlt_pipeline.messages import HiddenShard, RolloutRequest
 from tlt_pipeline.rundir import StorageError
 
-_OVERDRAFT = 1.25
-"""Of the quota, in the folder: old shards stay until the scheduler has heard of the new ones."""
 _log = structlog.get_logger("tlt.drafter")
 
 
@@ -141,8 +140,8 @@ class ShardStream:
             if not pieces:
                 return []
             blob = write_shard(self.store, [piece.document for piece in pieces], f"{shard_id}.safetensors")
-        except StorageError as error:
-            self.counts["not_written"] += len(pieces)
+        except (StorageError, BusError, BlobTooLarge) as error:
+            self.counts["too_large" if isinstance(error, BlobTooLarge) else "not_written"] += len(pieces)
             _log.warning("hidden states dropped", shard=shard_id, why=str(error))
             return []
         tokens = sum(map(len, pieces))
@@ -161,8 +160,8 @@ class ShardStream:
         ]
 
     def _choose(self, pieces: list[Piece]) -> list[Piece]:
-        """Of these, those worth most, as far as the folder has room."""
-        room = int(_OVERDRAFT * self.config.bytes_quota) - self.store.bytes_used()
+        """Of these, those worth most, as far as the store has room."""
+        room = self.config.bytes_limit - self.store.bytes_used()
         chosen: list[Piece] = []
         for piece in sorted(pieces, key=lambda piece: -piece.worth):
             room -= _size(piece.document)

@@ -1,5 +1,4 @@
-"""The claim-check store: what is too large for a message lies here as a file, and the message has its
-reference.
+"""Blobs as files in a folder.
 
 A blob is written to a temporary name and renamed, so that a reader sees it whole or not at all. There is no
 fsync: a blob that a power cut damaged fails its hash, and is dropped or made again like any other that is
@@ -10,32 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import secrets
-import shutil
 import stat
 import time
 from collections.abc import Collection
 from pathlib import Path
 
-from tlt_pipeline.config import HiddenStatesConfig
+from tlt_pipeline.blobs.store import STALE_S, BlobCorrupt, BlobMissing, check_name, reference_of
 from tlt_pipeline.messages import BlobRef
-from tlt_pipeline.rundir import RunDir, storing
+from tlt_pipeline.rundir import storing
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _TEMPORARY = ".writing-"
-_STALE_S = 600.0
 
 
-class BlobMissing(LookupError):
-    """The blob is not there (deleted, or on another machine); one line."""
-
-
-class BlobCorrupt(ValueError):
-    """What lies under the blob's name is not what the reference says; one line."""
-
-
-class BlobStore:
+class FileBlobs:
     """A folder of blobs, for its owner only. Several processes may use one at a time."""
 
     def __init__(self, root: Path) -> None:
@@ -45,7 +32,7 @@ class BlobStore:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             root.chmod(0o700)
             for entry in os.scandir(root):
-                if entry.name.startswith(_TEMPORARY) and _age_s(entry) > _STALE_S:
+                if entry.name.startswith(_TEMPORARY) and _age_s(entry) > STALE_S:
                     Path(entry.path).unlink(missing_ok=True)
 
     def write(self, name: str, data: bytes) -> BlobRef:
@@ -60,7 +47,7 @@ class BlobStore:
                 temporary.replace(path)
             finally:
                 temporary.unlink(missing_ok=True)
-        return BlobRef(name=name, size=len(data), sha256=hashlib.sha256(data).hexdigest())
+        return reference_of(name, data)
 
     def read(self, ref: BlobRef) -> bytes:
         """The blob's bytes. Raises BlobMissing; BlobCorrupt: a bad name, no regular file, other size or
@@ -100,7 +87,7 @@ class BlobStore:
         with storing(self.root):
             return sorted(entry.name for entry in os.scandir(self.root) if not entry.name.startswith("."))
 
-    def remove_unknown(self, known: Collection[str], older_than_s: float = _STALE_S) -> int:
+    def remove_unknown(self, known: Collection[str], older_than_s: float = STALE_S) -> int:
         """Deletes blobs that nobody has a reference to: their writer died before it could say so. How many."""
         with storing(self.root):
             old = [entry.name for entry in os.scandir(self.root) if _age_s(entry) > older_than_s]
@@ -122,9 +109,7 @@ class BlobStore:
         return total
 
     def _path(self, name: str) -> Path:
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no blob name: letters, digits, '.', '_' and '-' only, up to 200")
-        return self.root / name
+        return self.root / check_name(name)
 
 
 def _age_s(entry: os.DirEntry[str]) -> float:
@@ -132,22 +117,3 @@ def _age_s(entry: os.DirEntry[str]) -> float:
         return time.time() - entry.stat(follow_symlinks=False).st_mtime
     except FileNotFoundError:
         return 0.0
-
-
-_SHARED_MEMORY = Path("/dev/shm")
-
-
-def hidden_states_root(config: HiddenStatesConfig, run: RunDir) -> Path:
-    """Where a run's hidden-state shards lie: `hidden_states.root`; else a memory-backed folder where it is at least
-    twice the quota (its size decides, not what is free: every process must come to the same folder); else the run
-    directory. Outside the run directory each run has a folder of its own."""
-    if config.root is not None:
-        return Path(config.root) / run.run_id()
-    if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).total >= 2 * config.bytes_quota:
-        return _SHARED_MEMORY / f"tlt-{run.run_id()}"
-    return run.blobs
-
-
-def open_hidden_states(config: HiddenStatesConfig, run: RunDir) -> BlobStore:
-    """The store at `hidden_states_root`. Raises StorageError."""
-    return BlobStore(hidden_states_root(config, run))
