@@ -62,6 +62,19 @@ def test_the_scheduler_gets_the_config_that_the_environment_names(monkeypatch: p
     assert [int(services[name]["deploy"]["replicas"]) for name in ("rollout", "drafter-trainer")] == [3, 3]
 
 
+def test_hidden_states_can_go_through_redis_instead_of_the_volume(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    said = re.search(r'`OVERRIDES="(hidden_states.root=null [^"]+)"`', (ROOT / "deploy" / "README.md").read_text())
+    assert said
+    services = read_compose(OVERRIDES=said[1])["services"]
+    _, _, config, *overrides = words_of(services["scheduler"])
+    settings = load_config(config, overrides).hidden_states
+    assert (settings.store, settings.root) == ("redis", None)
+    flags = services["redis"]["command"]
+    memory = int(flags[flags.index("--maxmemory") + 1].removesuffix("mb")) << 20
+    assert settings.bytes_limit <= memory / 2
+
+
 def test_the_default_is_the_quickstart_with_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     services = read_compose()["services"]

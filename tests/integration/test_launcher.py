@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import redis
 from safetensors.numpy import load_file, save_file
 
 from tests.tiny import write_tiny_config
@@ -208,6 +209,28 @@ def test_the_trainer_computes_the_states_where_only_tokens_are_streamed(run: Run
     assert any(each.get("read") for each in shards)
     # a slow trainer finds that what it was to read has made room for newer shards
     assert not [each for each in shards if each.keys() - {"read", "known", "too_old", "missing"}]
+
+
+def test_shards_through_redis_train_the_drafter_and_leave_no_key(run: Run, tmp_path: Path) -> None:
+    settings = "hidden_states.store=redis", "hidden_states.bytes_quota=8000000", "learner.colocated=false"
+    with start_redis(find_binary(), RedisConfig(maxmemory_mb=64), tmp_path / "redis") as server:
+        run.environment["REDIS_URL"] = server.url
+        launcher = run.start("steps=6", "drafter.train.keep_steps=9", *settings)
+        with redis.Redis.from_url(server.url) as client:
+            await_true(lambda: client.keys("tlt:*:blob:*"))
+            assert 0 < client.ttl(next(client.scan_iter("tlt:*:blob:*"))) <= 3600
+            shards = Path("/dev/shm") / f"tlt-{(run.root / 'run_id').read_text().strip()}"
+            assert not shards.exists() and not list((run.root / "blobs").iterdir())
+            assert launcher.wait(180) == 0, run.said
+            assert client.keys("tlt:*:blob*") == []
+    summary = run.summary()
+    assert summary["steps"] == 6 and summary["dead_letters"] == 0
+    assert summary["drafter_tokens_trained"] > 0
+    given_back = [json.loads(line) for slot in (0, 1) for line in run.log(f"drafter-trainer-{slot}").splitlines()]
+    shards_read = [line["shards"] for line in given_back if line["event"] == "slot given back"]
+    assert any(each.get("read") for each in shards_read)
+    assert not [each for each in shards_read if each.keys() - {"read", "known", "too_old", "missing"}]
+    assert not list((run.root / "blobs").iterdir())
 
 
 def test_nothing_survives_a_killed_launcher(run: Run) -> None:

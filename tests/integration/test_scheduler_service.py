@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from tests.integration.conftest import wait_until
 from tests.integration.scheduler_players import Players, log_lines, prepare, scheduler
 from tlt_pipeline import messages as m
+from tlt_pipeline.blobs import FileBlobs
 from tlt_pipeline.bus.journal import read_journal
 from tlt_pipeline.bus.server import find_binary, start_redis
 from tlt_pipeline.config import RedisConfig
@@ -85,6 +87,34 @@ def check_requests(requests: dict[str, m.RolloutRequest]) -> None:
     evaluated = [request for request in requests.values() if request.purpose == "eval"]
     assert {r.request_id for r in evaluated} >= {"e00000-p000-00", "e00003-p001-00"}
     assert {r.sampling.temperature for r in evaluated} == {0.0}
+
+
+@pytest.mark.slow
+async def test_shards_of_a_worker_that_was_killed_are_collected_while_the_run_goes_on(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """On a volume that containers share nobody but the scheduler removes them: whole ones of which no message came, and
+    the one that was being written."""
+    run, config = prepare(tmp_path, steps=5)
+    players = Players(redis_url, run, config)
+    assert isinstance(players.blobs, FileBlobs)
+    left = [players.blobs.root / name for name in ("unheard-of.safetensors", ".writing-half-0123")]
+
+    def leave() -> bool:
+        """Not before the scheduler has begun: a new run empties its folder."""
+        if players.requests and not left[0].exists():
+            for path in left:
+                path.write_bytes(b"states")
+                os.utime(path, (0, 0))
+        return left[0].exists()
+
+    async with scheduler(run, redis_url) as process, players.at_work():
+        await wait_until(leave, 60.0)
+        await wait_until(lambda: not any(path.exists() for path in left), 60.0)
+        assert not run.summary.exists(), "while the run goes on"
+        assert await process.exit_code() == 0
+    removed = [line for line in log_lines(run) if line["event"] == "hidden states of a worker that died removed"]
+    assert sum(line["shards"] for line in removed) == 2
 
 
 @pytest.mark.slow
