@@ -1,8 +1,8 @@
 """Faults of vLLM that this project works around, in one place: each with the versions that have it.
 
-`tests/vllm/test_patches.py` fails for each patch that the installed version no longer needs. What the
-first one is for: `TLT_VLLM_UNPATCHED=expand_batch_to_tokens .venv-vllm/bin/python -m pytest -m vllm -k distribution`
-fails.
+`tests/vllm/test_patches.py` fails for each patch that the installed version no longer needs. What the first one is
+for, by a failing test:
+`TLT_VLLM_UNPATCHED=expand_batch_to_tokens .venv-vllm/bin/python -m pytest -m vllm tests/vllm -k distribution`
 """
 
 from __future__ import annotations
