@@ -75,8 +75,8 @@ def test_what_comes_from_a_version_that_was_rolled_back_is_known() -> None:
 def slots_work(*, steps: int, share: int) -> DrafterTrainer:
     """A slot that trained on every third document."""
     made = trainer(filled=False)
-    made.buffer.add(written()[::8], 0, held_out=True)
-    made.buffer.add([each for index, each in enumerate(written()) if index % 8 and index % 3 == share], 0, False)
+    made.buffer.add(written()[::4], 0, held_out=True)
+    made.buffer.add([each for index, each in enumerate(written()) if index % 4 and index % 3 == share], 0, False)
     train_steps(made, steps)
     return made
 
@@ -104,7 +104,7 @@ def test_a_merge_that_beats_all_its_members_is_published_and_trained_on_from() -
 
 def test_a_merge_no_better_than_its_best_member_is_dropped() -> None:
     heard = lineage(version(1, 0))
-    one = slots_work(steps=60, share=0)
+    one = slots_work(steps=30, share=0)
     poor = Work(filled(0.3), 1, 10 * one.tokens_since_parent)
     judged = one.judge(others=[poor], lineage=heard)
     assert judged is not None and judged.worth and judged.better is None
