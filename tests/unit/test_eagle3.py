@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tests.unit import engine_cases as cases
 from tests.unit.drafter_cases import DEPTH, config, one_thread, policy, train_steps, trainer, written  # noqa: F401
-from tests.unit.test_drafter_trainer import follow_drafts
+from tests.unit.test_drafter_trainer import share_drafted_as_unrolled
 from tests.unit.test_engine_exactness import DTYPES, REQUESTS, alone, answers, reference
 from tlt_pipeline.config import validate_config
 from tlt_pipeline.drafter import losses
@@ -136,16 +136,7 @@ def test_training_raises_acceptance_at_every_depth() -> None:
 def test_the_engine_drafts_as_the_trainer_unrolls() -> None:
     made = trainer(kind="eagle3")
     train_steps(made, 60)
-    engine = cases.engine(policy(), batch=8, depth=DEPTH)
-    engine.set_drafter(made.candidate().drafter, 2)
-    requests = [cases.request(number, temperature=0.0) for number in range(0, 48, 3)]
-    drafts, accepted = 0, 0
-    for request, answer in zip(requests, decode_all(engine, requests), strict=True):
-        wanted_drafts, wanted_accepted = follow_drafts(made, request.prompt.tolist(), answer.tokens)
-        assert 0 <= answer.draft.drafts - wanted_drafts <= 1
-        assert 0 <= answer.draft.accepted - wanted_accepted <= DEPTH
-        drafts, accepted = drafts + wanted_drafts, accepted + wanted_accepted
-    assert accepted / drafts > 0.4  # there was something to get right
+    assert share_drafted_as_unrolled(made) > 0.4  # there was something to get right
 
 
 @pytest.mark.parametrize("elements", [1 << 22, 300], ids=["one chunk", "many chunks"])
