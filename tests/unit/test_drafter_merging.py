@@ -75,8 +75,8 @@ def test_what_comes_from_a_version_that_was_rolled_back_is_known() -> None:
 def slots_work(*, steps: int, share: int) -> DrafterTrainer:
     """A slot that trained on every third document."""
     made = trainer(filled=False)
-    made.buffer.add(written()[::4], 0, held_out=True)
-    made.buffer.add([each for index, each in enumerate(written()) if index % 4 and index % 3 == share], 0, False)
+    made.buffer.add(written(144)[::4], 0, held_out=True)
+    made.buffer.add([each for index, each in enumerate(written(144)) if index % 4 and index % 3 == share], 0, False)
     train_steps(made, steps)
     return made
 

@@ -155,7 +155,7 @@ def test_a_lease_starts_from_the_newest_version_unless_own_work_is_better() -> N
     ahead.follow(2, poor)
     assert not ahead.choose_start(ahead.judge()) and ahead.tokens_since_parent > 0
     judged = ahead.judge()
-    assert judged is not None and judged.worth
+    assert judged is not None and judged.candidate.loss < judged.published.loss
     ahead.follow(1, better)  # an older version that was heard late
     assert ahead.version == 2
 

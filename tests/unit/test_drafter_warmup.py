@@ -13,7 +13,7 @@ from tests.unit.drafter_cases import one_thread  # noqa: F401
 from tlt_pipeline.config import ConfigError, RunConfig, load_config
 from tlt_pipeline.drafter.start import start_drafter
 from tlt_pipeline.drafter.texts import TextWriter
-from tlt_pipeline.drafter.warmup import run_warmup
+from tlt_pipeline.drafter.warmup import FEWEST_ANSWERS, run_warmup
 from tlt_pipeline.models.checkpoint import load_decoder
 from tlt_pipeline.models.locate import ModelError
 from tlt_pipeline.models.tokenizer import load_tokenizer
@@ -32,7 +32,7 @@ def config(**drafter: str) -> RunConfig:
 
 def test_a_warm_drafter_is_better_than_its_start_and_a_run_begins_with_it(tmp_path: Path) -> None:
     out = tmp_path / "warm"
-    report = run_warmup(config(), out, seconds=4.0)
+    report = run_warmup(config(), out, seconds=6.0)
     assert report.acceptance_length > report.acceptance_length_start > 1.0
     assert json.loads((out / "warmup.json").read_text())["acceptance_length"] == report.acceptance_length
     policy, tokenizer = load_decoder(POLICY), load_tokenizer(POLICY)
@@ -41,6 +41,11 @@ def test_a_warm_drafter_is_better_than_its_start_and_a_run_begins_with_it(tmp_pa
     assert not torch.equal(begun.fc.weight, cold.fc.weight)
     again = run_warmup(config(**{"drafter.init": str(out)}), out, seconds=1.0)  # goes on from it, in its place
     assert again.acceptance_length_start > report.acceptance_length_start
+
+
+def test_where_writing_is_slow_fewer_answers_are_written_and_trained_on(tmp_path: Path) -> None:
+    report = run_warmup(config(), tmp_path / "warm", seconds=0.1)
+    assert report.answers == FEWEST_ANSWERS and report.tokens_trained > 0
 
 
 def test_texts_are_the_tasks_prompts_with_the_policys_answers() -> None:

@@ -75,7 +75,7 @@ def cut(document: Document, limit: int) -> list[Document]:
     while low == 0 or low + 1 < len(document):
         part = slice(low, low + limit)
         tensors = document.token_ids[part], document.hidden[part], document.loss_mask[part]
-        pieces.append(Document(*tensors, document.position + low))
+        pieces.append(Document(*tensors, document.position + low, document.group))
         low += limit - 1
     return pieces
 

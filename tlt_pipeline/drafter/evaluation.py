@@ -27,13 +27,13 @@ class HeldOut:
     `agreement`, by depth: 1 - total variation between the two distributions at the rollout's temperature, which is how
     often a proposal can be right at best, and within about 1 % how often shared-noise proposals are; at temperature 0,
     how often the best token is the same. `cross_entropy`: of the first proposal against the policy's distribution,
-    nats a token. `pairs`: places looked at. `by_document`: expected passes and tokens [documents, 2]."""
+    nats a token. `pairs`: places looked at. `by_prompt`: expected passes and tokens [prompts, 2]."""
 
     loss: float
     agreement: tuple[float, ...]
     cross_entropy: float
     pairs: int
-    by_document: NDArray[np.float64]
+    by_prompt: NDArray[np.float64]
 
     @property
     def acceptance_length(self) -> float:
@@ -42,11 +42,15 @@ class HeldOut:
 
     def gain_over(self, other: HeldOut) -> tuple[float, float]:
         """How much smaller this loss is than the other's on the same documents, as a share of it, and that share's
-        standard error: documents differ far more from each other than drafters do on one of them, so it is the
-        differences in each that count (the ratio estimator of survey sampling)."""
-        saved, tokens = (other.by_document - self.by_document)[:, 0], self.by_document[:, 1]
+        standard error: prompts differ far more from each other than drafters do on one of them, so it is the
+        differences in each that count (the ratio estimator of survey sampling, in clusters: the answers to one prompt
+        are much alike). Of few prompts the spread itself is uncertain: it is widened as Student's t distribution is
+        against the normal one, for three or fewer without bound."""
+        saved, tokens = (other.by_prompt - self.by_prompt)[:, 0], self.by_prompt[:, 1]
         mean, count = saved.sum() / tokens.sum(), len(tokens)
-        spread = np.square(saved - mean * tokens).sum() * count / max(count - 1, 1)
+        if count <= 3:
+            return float(mean / other.loss), float("inf")
+        spread = np.square(saved - mean * tokens).sum() * count / (count - 3)
         return float(mean / other.loss), float(np.sqrt(spread) / tokens.sum() / other.loss)
 
 
@@ -56,20 +60,20 @@ class _Sums:
     def __init__(self, depth: int) -> None:
         self.by_depth_D2 = np.zeros((depth, 2))
         self.cross_entropy = 0.0
-        self.by_document: list[tuple[float, int]] = []
+        self.by_prompt: dict[int, NDArray[np.float64]] = {}
 
     def result(self) -> HeldOut | None:
-        if not self.by_document:
+        if not self.by_prompt:
             return None
-        by_document = np.array(self.by_document)
-        passes, tokens = by_document.sum(0)
+        by_prompt = np.stack(list(self.by_prompt.values()))
+        passes, tokens = by_prompt.sum(0)
         counts_D = np.maximum(self.by_depth_D2[:, 1], 1.0)
         return HeldOut(
             loss=float(passes / tokens),
             agreement=tuple((self.by_depth_D2[:, 0] / counts_D).tolist()),
             cross_entropy=self.cross_entropy / float(counts_D[0]),
             pairs=int(self.by_depth_D2[0, 1]),
-            by_document=by_document,
+            by_prompt=by_prompt,
         )
 
 
@@ -98,7 +102,9 @@ def evaluate(
         sums.by_depth_D2[:, 0] += (agree_DN * weights_DN).sum(1).cpu().numpy()
         sums.by_depth_D2[:, 1] += weights_DN.sum(1).cpu().numpy()
         sums.cross_entropy += (entropy_N * weights_DN[0]).sum().item()
-        sums.by_document += _passes_by_document(agree_DN, batch)
+        for index, found in _passes_by_document(agree_DN, batch).items():
+            prompt = group[index].group
+            sums.by_prompt[prompt] = sums.by_prompt.get(prompt, np.zeros(2)) + found
     return sums.result()
 
 
@@ -140,17 +146,17 @@ def _select(values_NV: Tensor, ids: Tensor | None) -> Tensor:
     return values_NV if ids is None else values_NV.index_select(-1, ids)
 
 
-def _passes_by_document(agree_DN: Tensor, batch: Batch) -> list[tuple[float, int]]:
-    """For each document: expected verify passes for the places from its first one that counts, and those places."""
+def _passes_by_document(agree_DN: Tensor, batch: Batch) -> dict[int, tuple[float, int]]:
+    """For each document with places that count: expected verify passes from the first one of them on, and places."""
     owners_N, weight_N = batch.documents_RW.flatten().cpu().numpy(), batch.weight_RW.flatten().cpu().numpy()
     agree = agree_DN.double().cpu().numpy()
-    found: list[tuple[float, int]] = []
+    found: dict[int, tuple[float, int]] = {}
     for document in range(int(owners_N.max()) + 1):
         inside = owners_N == document
         counting = np.flatnonzero(weight_N[inside])
         if len(counting):
             agree_DP = agree[:, inside][:, counting[0] :]
-            found.append((expected_passes(agree_DP), agree_DP.shape[1]))
+            found[document] = expected_passes(agree_DP), agree_DP.shape[1]
     return found
 
 

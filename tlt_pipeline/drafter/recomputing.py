@@ -59,4 +59,5 @@ def _part(document: Document, tokens_per_answer: int) -> Document:
         document.hidden[begin:].clone(),  # a view would keep the whole document's
         document.loss_mask[begin:],
         document.position + begin,
+        document.group,
     )

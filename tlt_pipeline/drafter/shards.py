@@ -9,6 +9,7 @@ A shard is one safetensors blob of several documents laid end to end (T = its to
 - `loss_mask` uint8 [T]: 1 where token t belongs to the answer
 - `starts` int32 [documents]: offset in T of each document
 - `positions` int32 [documents]: absolute position, in its answer's sequence, of each document's first token
+- `groups` int64 [documents]: a number that the answers to one prompt share
 
 A document is a contiguous piece of one sequence (the prompt is in the first piece).
 """
@@ -33,6 +34,7 @@ VECTORS = {
     "loss_mask": torch.uint8,
     "starts": torch.int32,
     "positions": torch.int32,
+    "groups": torch.int64,
 }
 
 
@@ -52,6 +54,8 @@ class Document:
     """uint8 [T]: 1 where token t belongs to the answer."""
     position: int
     """Absolute position of the first token."""
+    group: int = 0
+    """A number that the answers to one prompt share: they are much alike."""
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -75,6 +79,7 @@ def write_shard(store: BlobStore, documents: Sequence[Document], name: str) -> B
         "loss_mask": torch.cat([document.loss_mask for document in documents]).to(torch.uint8),
         "starts": torch.tensor(starts, dtype=torch.int32),
         "positions": torch.tensor([document.position for document in documents], dtype=torch.int32),
+        "groups": torch.tensor([document.group for document in documents], dtype=torch.int64),
     }
     _split(tensors)  # what can't be read back is not written
     return store.write(name, save(tensors))
@@ -99,8 +104,8 @@ def _split(tensors: dict[str, Tensor]) -> list[Document]:
     if hidden is None or hidden.ndim != 2 or hidden.dtype not in HIDDEN_DTYPES:
         raise ShardInvalid("shard tensor 'hidden' is missing or no two-dimensional floating-point tensor")
     tokens, mask = tensors["token_ids"], tensors["loss_mask"]
-    starts, positions = tensors["starts"].tolist(), tensors["positions"].tolist()
-    if not tokens.shape[0] == mask.shape[0] == hidden.shape[0] or len(starts) != len(positions):
+    starts, positions, groups = (tensors[name].tolist() for name in ("starts", "positions", "groups"))
+    if not tokens.shape[0] == mask.shape[0] == hidden.shape[0] or not len(starts) == len(positions) == len(groups):
         raise ShardInvalid("the lengths of the shard's tensors differ")
     bounds = [*starts, tokens.shape[0]]
     if bounds[0] != 0 or any(high <= low for low, high in pairwise(bounds)):
@@ -110,6 +115,6 @@ def _split(tensors: dict[str, Tensor]) -> list[Document]:
     if not torch.isfinite(hidden).all():
         raise ShardInvalid("the shard's hidden states are not all finite")
     return [
-        Document(tokens[low:high], hidden[low:high], mask[low:high], position)
-        for low, high, position in zip(starts, bounds[1:], positions, strict=True)
+        Document(tokens[low:high], hidden[low:high], mask[low:high], position, group)
+        for low, high, position, group in zip(starts, bounds[1:], positions, groups, strict=True)
     ]

@@ -115,7 +115,7 @@ class ShardStream:
             self.counts["over_tokens_per_answer"] += 1
         mask = (torch.arange(end) >= begin).to(torch.uint8)
         ids = torch.tensor(sequence[:end], dtype=torch.int32)
-        return Piece(Document(ids, torch.zeros(end, 0, dtype=torch.bfloat16), mask, 0))
+        return Piece(Document(ids, torch.zeros(end, 0, dtype=torch.bfloat16), mask, 0, _group_of(request)))
 
     def _collect(self, request: RolloutRequest, pieces: list[Piece]) -> list[HiddenShard]:
         full: list[HiddenShard] = []
@@ -178,12 +178,17 @@ def document_of(piece: FeaturePiece) -> Document:
     length = piece.tokens_T.shape[0]
     mask = torch.zeros(length, dtype=torch.uint8)
     mask[max(piece.answer_from - piece.start, 0) :] = 1
-    return Document(piece.tokens_T.to(torch.int32).cpu(), piece.features_TC.to(torch.bfloat16).cpu(), mask, piece.start)
+    tokens_T, features_TC = piece.tokens_T.to(torch.int32).cpu(), piece.features_TC.to(torch.bfloat16).cpu()
+    return Document(tokens_T, features_TC, mask, piece.start, _group_of(piece.request))
 
 
 def _size(document: Document) -> int:
     tensors = (document.token_ids, document.hidden, document.loss_mask)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _group_of(request: RolloutRequest) -> int:
+    return int(_share(request.group_id, "group") * 2**63)
 
 
 def _share(name: str, purpose: str) -> float:

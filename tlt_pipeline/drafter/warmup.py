@@ -30,9 +30,14 @@ from tlt_pipeline.processes import slot_threads
 
 HELD_OUT = 48
 ANSWERS = 96
-"""Written at a time, after as many that are held out of training."""
+"""Written at a time; fewer where that would take too much of the time there is."""
+FEWEST_ANSWERS = 8
+WRITING_SHARE = 0.1
+"""Of all the time, for what is written at a time: a few rounds are to fit in."""
 TRAINING_SHARE = 3
 """Seconds of training for each second of writing: fresh answers teach more than known ones."""
+MOST_EPOCHS = 8
+"""Of a round's training, over all that is written by then: where writing is slow, more is known by heart than learned."""
 SHORTEST_S = 1.0
 """Of a round's training, also where writing took all the time there was."""
 PATIENCE = 3
@@ -82,20 +87,23 @@ class _Warmup:
         init = locate_drafter(config.drafter.init) if config.drafter.init != str(out) or is_drafter(out) else None
         begun = None if init is None else load_initial(config, init, policy.config)
         self.writer = TextWriter(config, policy, load_tokenizer(folder), config.rollout.max_new_tokens)
+        began = time.monotonic()
         texts, pieces = self.writer.write(0, HELD_OUT)
+        self.seconds_per_answer = (time.monotonic() - began) / HELD_OUT
         drafter = begun or fit_initial(config, policy, texts[:TEXTS])
         self.trainer = DrafterTrainer(config, drafter, 0, FrozenParts.of(policy, 0, policy.embed.weight.device), slot=0)
         self.trainer.buffer.add([document_of(piece) for piece in pieces], 0, held_out=True)
-        self.answers = 0
+        self.answers = self.tokens = 0
 
     def train(self, seconds: float, out: str) -> WarmupReport:
         began, round_number, idle_rounds = time.monotonic(), 0, 0
         first = best = self._judge()
-        while time.monotonic() - began < seconds and idle_rounds < PATIENCE:
+        while not round_number or (time.monotonic() - began < seconds and idle_rounds < PATIENCE):
             round_number += 1
-            wrote = self._write(round_number)
+            wrote = self._write(round_number, seconds)
             left = max(seconds - (time.monotonic() - began), SHORTEST_S)
-            self.trainer.train(min(TRAINING_SHARE * wrote, left), lambda: False)
+            enough = self.trainer.tokens_trained + MOST_EPOCHS * self.tokens
+            self.trainer.train(min(TRAINING_SHARE * wrote, left), lambda: self.trainer.tokens_trained >= enough)
             found = self._judge()
             gained = found.loss < best.loss * (1.0 - self.config.drafter.train.min_gain)
             best, idle_rounds = (found, 0) if gained else (best, idle_rounds + 1)
@@ -109,12 +117,15 @@ class _Warmup:
             )
         return self._report(out, time.monotonic() - began, first, self._judge())
 
-    def _write(self, number: int) -> float:
-        """-> seconds it took."""
+    def _write(self, number: int, seconds: float) -> float:
+        """-> seconds it took, of `seconds` for everything."""
+        fitting = int(WRITING_SHARE * seconds / self.seconds_per_answer)
         began = time.monotonic()
-        texts, pieces = self.writer.write(number, ANSWERS)
-        self.trainer.buffer.add([document_of(piece) for piece in pieces], 0, held_out=False)
+        texts, pieces = self.writer.write(number, max(FEWEST_ANSWERS, min(fitting, ANSWERS)))
+        documents = [document_of(piece) for piece in pieces]
+        self.trainer.buffer.add(documents, 0, held_out=False)
         self.answers += len(texts)
+        self.tokens += sum(map(len, documents))
         return time.monotonic() - began
 
     def _judge(self) -> HeldOut:
