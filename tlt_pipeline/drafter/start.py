@@ -82,7 +82,8 @@ def open_trainer(
     decoder = store.load_policy(policy)
     drafter = store.load_drafter(published, decoder.config)
     frozen = FrozenParts.of(decoder, policy.version, device)
-    trainer = DrafterTrainer(actor.config, drafter, published.version, frozen, actor.slot)
+    trained = published.version > 1 or locate_drafter(actor.config.drafter.init) is not None
+    trainer = DrafterTrainer(actor.config, drafter, published.version, frozen, actor.slot, trained=trained)
     path = state_path(RunDir(actor.run_dir).checkpoints, actor.slot)
     try:
         if restore(trainer, path):

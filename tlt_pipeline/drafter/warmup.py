@@ -37,7 +37,8 @@ WRITING_SHARE = 0.1
 TRAINING_SHARE = 3
 """Seconds of training for each second of writing: fresh answers teach more than known ones."""
 MOST_EPOCHS = 8
-"""Of a round's training, over all that is written by then: where writing is slow, more is known by heart than learned."""
+"""Of a round's training, over all that is written by then: where writing is slow, more would be learned by heart. On
+SmolLM2, two cores, acceptance length on other answers: 2.26 after 235 s (100 answers) without, 2.41 after 102 s."""
 SHORTEST_S = 1.0
 """Of a round's training, also where writing took all the time there was."""
 PATIENCE = 3
@@ -91,7 +92,8 @@ class _Warmup:
         texts, pieces = self.writer.write(0, HELD_OUT)
         self.seconds_per_answer = (time.monotonic() - began) / HELD_OUT
         drafter = begun or fit_initial(config, policy, texts[:TEXTS])
-        self.trainer = DrafterTrainer(config, drafter, 0, FrozenParts.of(policy, 0, policy.embed.weight.device), slot=0)
+        frozen = FrozenParts.of(policy, 0, policy.embed.weight.device)
+        self.trainer = DrafterTrainer(config, drafter, 0, frozen, slot=0, trained=begun is not None)
         self.trainer.buffer.add([document_of(piece) for piece in pieces], 0, held_out=True)
         self.answers = self.tokens = 0
 
@@ -102,8 +104,7 @@ class _Warmup:
             round_number += 1
             wrote = self._write(round_number, seconds)
             left = max(seconds - (time.monotonic() - began), SHORTEST_S)
-            enough = self.trainer.tokens_trained + MOST_EPOCHS * self.tokens
-            self.trainer.train(min(TRAINING_SHARE * wrote, left), lambda: self.trainer.tokens_trained >= enough)
+            self._learn(min(TRAINING_SHARE * wrote, left))
             found = self._judge()
             gained = found.loss < best.loss * (1.0 - self.config.drafter.train.min_gain)
             best, idle_rounds = (found, 0) if gained else (best, idle_rounds + 1)
@@ -127,6 +128,10 @@ class _Warmup:
         self.answers += len(texts)
         self.tokens += sum(map(len, documents))
         return time.monotonic() - began
+
+    def _learn(self, seconds: float) -> None:
+        enough = self.trainer.tokens_trained + MOST_EPOCHS * self.tokens
+        self.trainer.train(seconds, lambda: self.trainer.tokens_trained >= enough)
 
     def _judge(self) -> HeldOut:
         judgement = self.trainer.judge()
