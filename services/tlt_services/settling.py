@@ -30,7 +30,8 @@ class Settling:
         self.claim: Claim = claim
         self.verifiers = VerifierPool(actor.config.task)
         blobs = open_hidden_states(actor.config.hidden_states, RunDir(actor.run_dir), actor.redis_url)
-        self.shards = ShardStream(blobs, actor.config.hidden_states, actor.slot, actor.worker)
+        streamed = actor.config.hidden_states.model_copy(update={"held_out_share": actor.config.held_out_share})
+        self.shards = ShardStream(blobs, streamed, actor.slot, actor.worker)
         self.held: dict[str, Delivery] = {}
         """Requests that this worker holds and has not settled, by request id."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()

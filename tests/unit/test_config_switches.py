@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.tiny import tiny_settings
-from tlt_pipeline.config import ConfigError, load_config
+from tlt_pipeline.config import ConfigError, load_config, validate_config
 
 
 @pytest.mark.parametrize("word", ["on", "off", "auto"])
@@ -43,3 +43,20 @@ def test_drafter_off(tmp_path: Path) -> None:
     config = load_config(path, ["engine.speculation.drafter=off", "drafter.train.enabled=off"])
     assert config.engine.speculation.drafter == "off"
     assert config.drafter.train.enabled is False
+
+
+@pytest.mark.parametrize(
+    ("prompts", "steps", "given", "used"),
+    [(32, 12, 0.1, 0.1), (8, 8, 0.1, 0.1), (8, 6, 0.1, 0.125), (8, 2, 0.1, 0.25), (8, 2, 0.4, 0.4), (2, 2, 0.0, 0.0)],
+)
+def test_few_prompts_hold_a_larger_share_out(prompts: int, steps: int, given: float, used: float) -> None:
+    config = validate_config(
+        {
+            "policy": {"model": "somewhere"},
+            "task": {"sources": [{"name": "chain_sum"}]},
+            "rollout": {"prompts_per_step": prompts},
+            "drafter": {"train": {"keep_steps": steps}},
+            "hidden_states": {"held_out_share": given},
+        }
+    )
+    assert config.held_out_share == used

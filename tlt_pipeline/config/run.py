@@ -53,6 +53,11 @@ class TelemetryConfig(Section):
     tensorboard: bool = True
 
 
+FEWEST_HELD_OUT = 6
+"""Prompts, on average, in the steps that are kept; with three or fewer no version is ever published."""
+MOST_HELD_OUT = 0.25
+
+
 class RunConfig(Section):
     name: str = "run"
     seed: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
@@ -78,6 +83,14 @@ class RunConfig(Section):
     @property
     def trains_drafter(self) -> bool:
         return self.drafter.train.enabled and self.engine.speculation.drafter == "eagle"
+
+    @property
+    def held_out_share(self) -> float:
+        """Of the prompts, kept apart to judge drafters by: `hidden_states.held_out_share`, or more where the steps that
+        are kept have so few prompts that no gain could be told from chance. 0 stays 0."""
+        share = self.hidden_states.held_out_share
+        prompts = self.rollout.prompts_per_step * self.drafter.train.keep_steps
+        return max(share, min(FEWEST_HELD_OUT / prompts, MOST_HELD_OUT)) if share else 0.0
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

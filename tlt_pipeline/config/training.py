@@ -50,6 +50,7 @@ class HiddenStatesConfig(Section):
     bytes_quota: Positive = 512 * 1024 * 1024
     """Of the shards kept (a quarter more until the scheduler has chosen what goes), and of a trainer's memory."""
     held_out_share: Share = 0.1
+    """Of the prompts, that drafters are judged by; where this makes fewer than 6 in the steps kept, up to a quarter."""
     store: Literal["files", "redis"] = "files"
     """files: shards in a folder that all processes of the run see. redis: for machines that share none; shards of some
     MB at most, so small policies."""

@@ -91,7 +91,7 @@ class DrafterTrainer:
         self.buffer = DocumentBuffer(
             keep_steps=self.settings.keep_steps,
             byte_limit=config.hidden_states.bytes_quota,
-            held_out_share=config.hidden_states.held_out_share,
+            held_out_share=config.held_out_share,
             seed=config.seed + slot,
         )
         self._narrow = frozen.narrowed(self.drafter)
