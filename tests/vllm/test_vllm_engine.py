@@ -46,6 +46,23 @@ async def test_greedy_answers_are_the_native_engines(stage, engine):
         assert other.logprobs == pytest.approx(mine.logprobs, abs=1e-3)
 
 
+@pytest.mark.parametrize("drafter", ["off", "ngram"])
+async def test_without_a_trained_drafter_too(stage, tmp_path, drafter):
+    from tlt_pipeline.engine.vllm_engine import VllmEngine
+
+    speculation = stage.config.engine.speculation.model_copy(update={"drafter": drafter})
+    settings = stage.config.engine.model_copy(update={"speculation": speculation, "max_batch": 4})
+    config = stage.config.model_copy(update={"engine": settings})
+    requests = greedy(stage, 1, drafter)
+    engine = await VllmEngine.start(config, stage.store, stage.tokenizer, 1, stage.take, tmp_path / "vllm")
+    try:
+        theirs = await stage.answer(engine, requests)
+    finally:
+        await engine.close()
+    assert [done.tokens for done in theirs] == [done.tokens for done in native(stage, stage.policy, 1, requests)]
+    assert (sum(done.draft.drafts for done in theirs) > 0) == (drafter == "ngram")
+
+
 async def test_drafts_are_accepted_as_by_the_native_engine(stage, engine):
     """The same passes, once both start after the answer's first token (acceptance.py), up to ties in float32."""
     requests = greedy(stage, 1, "count")

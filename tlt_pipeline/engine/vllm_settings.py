@@ -62,6 +62,9 @@ def engine_arguments(config: EngineConfig, policy: Path, drafter: Path | None, *
     memory: dict[str, Any] = {"gpu_memory_utilization": own.gpu_memory_utilization}
     if device.type == "cpu" or own.kv_cache_gb is not None:
         memory["kv_cache_memory_bytes"] = int((own.kv_cache_gb or 1.0) * (1 << 30))
+    speculation: dict[str, Any] = {"speculative_config": speculative_arguments(config, drafter)}
+    if speculation["speculative_config"] is not None:  # vLLM refuses to count what it doesn't do
+        speculation["per_request_spec_decode_metrics"] = "summary"
     return {
         "model": str(policy),
         "dtype": dtype,
@@ -77,10 +80,9 @@ def engine_arguments(config: EngineConfig, policy: Path, drafter: Path | None, *
         "logprobs_mode": "processed_logprobs",
         "enforce_eager": own.enforce_eager,
         "enable_sleep_mode": device.type == "cuda" and own.sleep_level > 0,
-        "speculative_config": speculative_arguments(config, drafter),
-        "per_request_spec_decode_metrics": "summary",
         "seed": 0,
         **memory,
+        **speculation,
     }
 
 
