@@ -64,13 +64,13 @@ class Run:
         generator = torch.Generator().manual_seed(number)
         words = torch.randint(2, self.policy.config.vocab_size, (8, 6), generator=torch.Generator().manual_seed(0))
         documents = []
-        for _ in range(answers):
+        for answer in range(answers):
             tokens = words[torch.randint(8, (6,), generator=generator)].view(1, -1)
             with torch.no_grad():
                 hidden = self.policy.hidden(tokens, torch.arange(36)[None], Ops(CausalAttention()))[0]
             mask = (torch.arange(36) >= 6).to(torch.uint8)
             states = hidden[:, :0] if tokens_alone else hidden
-            documents.append(Document(tokens[0].int(), states.bfloat16(), mask, 0))
+            documents.append(Document(tokens[0].int(), states.bfloat16(), mask, 0, group=1000 * number + answer))
         blob = write_shard(self.blobs, documents, f"shard-{number}")
         return m.HiddenShard(
             shard_id=blob.name, blob=blob, slot=0, step=0, policy_version=0, documents=answers, tokens=36 * answers,
@@ -217,7 +217,7 @@ async def test_without_data_it_waits_and_is_back_at_once(tmp_path: Path, redis_u
         assert (await run.recall(0, 2)).reason == "no_data"
         # shards that come after the grant start the training
         await run.grant(0, 3)
-        await run.command(0, m.ShardsAssigned(slot=0, lease=3, shards=(run.shard(1),)))
+        await run.command(0, m.ShardsAssigned(slot=0, lease=3, shards=(run.shard(1, answers=24),)))
         await wait_until(lambda: run.weights.versions("drafter")[-1] > 1, timeout_s=60.0)
         process.process.send_signal(signal.SIGTERM)
         assert await process.exit_code() == 0
